@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, get_args
 
 import torch
 
-from lt_tiled.cli.numbers import NonNegativeInt, PositiveInt
-
 Keep = Literal["exchange", "attention", "attention_output"]
 Tiers = Literal["cpu", "disk", "cpu+disk"]
 LossShards = int | Literal["auto", "always"]
@@ -37,10 +35,10 @@ class Tiling:
             unknown, ``targets`` is empty, or ``torch.compile`` rejects the arguments in ``compile``.
     """
 
-    num_shards: PositiveInt | Literal["auto"] = "auto"
+    num_shards: int | Literal["auto"] = "auto"
     """Tiles per call. ``"auto"`` uses ``ceil(12 * intermediate_size / hidden_size)`` tiles of at least 4096 tokens,
     1024 for small weights; more would hardly lower the peak memory."""
-    tile_tokens: PositiveInt | None = None
+    tile_tokens: int | None = None
     """The most tokens of a tile. Give this or ``num_shards``, not both."""
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
     """``"auto"`` (the MLP of each block, and norms), ``"mlp"`` (no norms but those next to an MLP), a class name or
@@ -96,10 +94,10 @@ class ActivationCheckpointing:
     memory that is available."""
     disk_budget: int | str | None = None
     """Disk space of one node, shared by its ranks and reserved at setup. By default the file grows as needed."""
-    prefetch: PositiveInt | Literal["auto"] = "auto"
+    prefetch: int | Literal["auto"] = "auto"
     """How many block inputs to load ahead in the backward pass. ``"auto"`` starts with one and loads more after each
     stall."""
-    keep_last: NonNegativeInt = 1
+    keep_last: int = 1
     """How many of the last blocks keep their inputs on the device, because the backward pass needs them first."""
     min_bytes: int | str = "1MiB"
     """Smaller tensors stay on the device."""
@@ -109,7 +107,7 @@ class ActivationCheckpointing:
     """Verify a checksum of the data that is read from disk."""
     direct_io: bool = True
     """Bypass the page cache if the filesystem supports it."""
-    every: PositiveInt = 1
+    every: int = 1
     """Recompute every n-th block of a class, beginning with the first. The others keep their activations, so that ``2``
     recomputes half of the blocks. At most the number of blocks of the most frequent class."""
     activations: Literal["inputs", "all"] = "inputs"
@@ -185,7 +183,7 @@ class SequenceParallel:
         ValueError: If a value is out of bounds.
     """
 
-    size: PositiveInt = 1
+    size: int = 1
     """Ranks that share a sequence. It divides the number of ranks."""
     targets: str | Sequence[str] = "auto"
     """``"auto"`` (a causal model of transformers from its token ids to its loss, other models from their first block to

@@ -12,7 +12,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from lt_tiled._log import inform
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Tiling
 from lt_tiled.report import Report, show
 from lt_tiled.sequence_parallel.groups import Groups
@@ -45,10 +44,10 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
 
     def __init__(
         self,
-        tiling: bool | PositiveInt | Tiling | None = _DEFAULT,
+        tiling: bool | int | Tiling | None = _DEFAULT,
         activation_checkpointing: ActivationCheckpointingLike | None = True,
-        loss: bool | PositiveInt | Literal["always"] | None = None,
-        sequence_parallel: PositiveInt | SequenceParallel | None = None,
+        loss: bool | int | Literal["always"] | None = None,
+        sequence_parallel: int | SequenceParallel | None = None,
     ) -> None:
         self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
         self.note_defaults(tiling, activation_checkpointing)

@@ -17,7 +17,7 @@ FORKS = mp.get_context("forkserver")
 # DeepSpeed's engines import torch's inductor.
 FORKS.set_forkserver_preload(
     [
-        "lt_tiled.cli.commands",
+        "lt_tiled.cli",
         "transformers.models.llama.modeling_llama",
         "deepspeed",
         "torch._inductor.compile_fx",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import sys
-from argparse import ArgumentError
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -144,46 +142,39 @@ def test_every_command_is_known(capsys: pytest.CaptureFixture[str]) -> None:
             assert command in printed.out + printed.err
 
 
-def test_aliases_work(capsys: pytest.CaptureFixture[str]) -> None:
-    """A file may name a value and use it again."""
-    Path("run.yaml").write_text("trainer: {min_steps: &n 3, max_steps: *n}\n")
-    assert config(capsys, *STRATEGY[:2], "--config=run.yaml")["trainer"]["max_steps"] == 3
+UNKNOWN = ["--trainer.strategy.tiling.num_shard=4", "--data.seq_ln=4"]
+SMALL = "--model.config={model_type: llama, vocab_size: 256}"
+VALUES = {
+    "--trainer.strategy.tiling.num_shards=0": "num_shards=0 must be 'auto' or an integer of at least 1",
+    "--trainer.strategy.loss=0": "loss=0 must be None or False or True or 'always' or an integer of at least 1",
+    "--trainer.strategy.sequence_parallel=-1": "sequence_parallel=-1 must be an integer of at least 1",
+    "--trainer.strategy.activation_checkpointing.cpu_budget=1GiB": "cpu_budget='1GiB' has no effect with offload=None",
+    "--model.learning_rate=.inf": "learning_rate=inf must be above 0",
+    "--data.seq_len=1": "seq_len=1 must be an integer of at least 2",
+    "--data.held_out=1.5": "held_out=1.5 must be between 0 and 1",
+}
 
 
-def test_two_merges_work(capsys: pytest.CaptureFixture[str]) -> None:
-    """A mapping may merge several others with ``<<``, as PyYAML lets it."""
-    Path("run.yaml").write_text("trainer: {<<: {min_steps: 3}, <<: {max_steps: 4}}\n")
-    found = config(capsys, *STRATEGY[:2], "--config=run.yaml")["trainer"]
-    assert (found["min_steps"], found["max_steps"]) == (3, 4)
+@pytest.mark.parametrize("argument", UNKNOWN)
+def test_unknown_keys(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A key that is not known stops the command with its name and exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *STRATEGY, argument])
+    assert stop.value.code == 2
+    assert argument.partition("=")[0].rpartition(".")[2] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("argument", "kind"), [("--data.seq_ln=4", ArgumentError), ("--data.paths=none", ValueError)])
-def test_debug(argument: str, kind: type[Exception]) -> None:
-    """With ``--debug`` an error has its traceback, wherever it stands, whether the parser or the run finds it."""
-    args = ["fit", *STRATEGY, "--model.config={model_type: llama}", "--trainer.accelerator=cpu", argument]
-    for given in ([*args, "--debug"], ["--debug", *args]):
-        with pytest.raises(kind):
-            main(given)
+@pytest.mark.parametrize("argument", VALUES)
+def test_values_out_of_bounds(argument: str) -> None:
+    """A value out of bounds is refused before the first step, with the value and the bound."""
+    with pytest.raises(ValueError, match=re.escape(VALUES[argument])):
+        main(["fit", *STRATEGY, SMALL, "--trainer.strategy.tiling.self_check=true", argument])
 
 
-def test_debug_is_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks that Lightning starts with ``sys.argv`` know ``--debug`` from their environment."""
-    monkeypatch.setenv("LT_TILED_DEBUG", "0")  # and restored after the test
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["lt-tiled", "--debug", "fit", "--data.seq_ln=4"])
-    for _ in range(2):
-        with pytest.raises(ArgumentError):
-            main()
-        assert sys.argv == ["lt-tiled", "fit", "--data.seq_ln=4"]
-
-
-def test_debug_is_no_key(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--debug`` is in the help of each command, and not in a saved configuration."""
-    assert "debug" not in config(capsys, *STRATEGY[:2], "--debug")
-    for args in (["--help"], ["fit", "--help"]):
-        with pytest.raises(SystemExit):
-            main(args)
-        assert "--debug" in capsys.readouterr().out
+def test_scheduler_without_optimizer() -> None:
+    """A scheduler on the command line needs an optimizer there."""
+    with pytest.raises(ValueError, match=r"lr_scheduler needs an optimizer: add one, such as --optimizer=AdamW"):
+        main(["fit", *STRATEGY[:2], SMALL, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"])
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.policies import ActivationCheckpointing, Tiers, Tiling
 from lt_tiled.strategies.base import OffloadLog, restored_on_error
 
@@ -53,9 +52,7 @@ class TiledMLP(PreparingCallback):
             ``None``: ``True``, or how many tiles; ``"always"`` for evaluation, too.
     """
 
-    def __init__(
-        self, tiling: bool | PositiveInt | Tiling = True, loss: bool | PositiveInt | Literal["always"] | None = None
-    ) -> None:
+    def __init__(self, tiling: bool | int | Tiling = True, loss: bool | int | Literal["always"] | None = None) -> None:
         self.set_policies(tiling, None, loss)
 
 

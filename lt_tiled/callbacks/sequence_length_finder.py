@@ -19,7 +19,6 @@ from torchmetrics import Metric
 
 from lt_tiled._log import inform, progress
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.memory import PeakMemory, gib, provides
 from lt_tiled.namespaces import is_a
 from lt_tiled.policies import check_count, parse_bytes
@@ -53,9 +52,9 @@ class SequenceLengthFinder(Callback):
 
     def __init__(
         self,
-        start: PositiveInt = 1024,
-        limit: PositiveInt | None = None,
-        granule: PositiveInt = 256,
+        start: int = 1024,
+        limit: int | None = None,
+        granule: int = 256,
         memory: int | str | None = None,
         attribute: str = "seq_len",
     ) -> None:

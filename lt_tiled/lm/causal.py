@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torchmetrics import MeanMetric
 
 from lt_tiled._log import inform, warn
-from lt_tiled.cli.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, make_plain
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.lm.models import add_adapters, make_config, make_lora_config, refusing, require
 from lt_tiled.loss.cross_entropy import shifted
@@ -55,10 +55,10 @@ class CausalLM(LightningModule):
         path: str | None = None,
         attn_implementation: str = "sdpa",
         lora: dict[str, Any] | None = None,
-        loss: bool | PositiveInt | None = True,
-        learning_rate: PositiveFloat = 3e-4,
-        weight_decay: NonNegativeFloat = 0.1,
-        warmup_steps: NonNegativeInt = 10,
+        loss: bool | int | None = True,
+        learning_rate: float = 3e-4,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 10,
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
@@ -68,16 +68,13 @@ class CausalLM(LightningModule):
             raise ValueError(f"config has no model_type, only {sorted(config)}: add one, such as model_type: llama.")
         if path is not None and not (Path(path) / "config.json").is_file():
             raise ValueError(f"path={path!r} is not a directory with a config.json: pass a local model.")
-        if learning_rate is None or weight_decay is None:  # the parser lets null pass
-            raise ValueError(f"{learning_rate=} and {weight_decay=} must be numbers.")
+        if not 0 < learning_rate < math.inf or not 0 <= weight_decay < math.inf:
+            raise ValueError(f"{learning_rate=} must be above 0 and {weight_decay=} not below, and both finite.")
         check_count("warmup_steps", warmup_steps, least=0)
         require("transformers", "'lt-tiled[hf]'")
         self._lora = None if lora is None else make_lora_config(lora)
         self.save_hyperparameters()
-        make_plain(self.hparams)
-        # Plain numbers, because the state of the optimizer goes into the checkpoint.
-        self.learning_rate, self.weight_decay = float(learning_rate), float(weight_decay)
-        self.warmup_steps = int(warmup_steps)
+        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
         self._loss_shards = as_loss(loss)
         self.model: Any = None
         self._vectors: set[str] = set()

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lt_tiled._log import inform, warn
-from lt_tiled.cli.numbers import NonNegativeInt, OpenUnitInterval, PositiveInt, make_plain
 from lt_tiled.lm.causal import CausalLM
 from lt_tiled.lm.models import refusing, require
 from lt_tiled.policies import check_count
@@ -49,22 +48,24 @@ class TextFiles(LightningDataModule):
         self,
         paths: str | Sequence[str] | None = None,
         tokenizer: str | None = None,
-        seq_len: PositiveInt = 4096,
-        batch_size: PositiveInt = 1,
-        held_out: OpenUnitInterval = 0.02,
-        max_bytes: PositiveInt = 4_000_000,
-        num_workers: NonNegativeInt = 0,
+        seq_len: int = 4096,
+        batch_size: int = 1,
+        held_out: float = 0.02,
+        max_bytes: int = 4_000_000,
+        num_workers: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
         check_count("seq_len", seq_len, least=2)  # a model predicts each token but the first
         check_count("batch_size", batch_size)
+        check_count("max_bytes", max_bytes)
+        if not 0 < held_out < 1:
+            raise ValueError(f"held_out={held_out} must be between 0 and 1.")
         if paths is not None and (not paths or "" in list(paths)):
             raise ValueError(f"paths={paths!r} names no file: leave it out for the source of the standard library.")
         if tokenizer is not None and not Path(tokenizer).is_dir():
             raise ValueError(f"tokenizer={tokenizer!r} is not a directory: pass a local tokenizer; none is downloaded.")
         self.save_hyperparameters()
-        make_plain(self.hparams)
         self.paths = [paths] if isinstance(paths, str) else paths
         self.seq_len, self.batch_size, self.num_workers = seq_len, batch_size, num_workers
         self.max_bytes, self.held_out, self.trust_remote_code = max_bytes, held_out, trust_remote_code
@@ -209,7 +210,6 @@ class _ResumedLoader(DataLoader[Tensor]):
             "seed": getattr(self.sampler, "seed", 0),
             "sequences": len(self.dataset),  # type: ignore[arg-type]  # it is a tensor
         }
-        make_plain(epoch)
         saved = self.datamodule.epoch
         for name, value in epoch.items():
             if trained and saved[name] != value:

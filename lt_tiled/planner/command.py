@@ -14,12 +14,11 @@ from rich.console import Console
 
 from lt_tiled._log import progress
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled.cli.numbers import PositiveInt, make_plain
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import check_format, draw_step
 from lt_tiled.planner.search import GPU, Plan, cheapest, longest, plan
 from lt_tiled.planner.speed import parse_machine
-from lt_tiled.policies import ActivationCheckpointing, SequenceParallel, Tiling, parse_bytes
+from lt_tiled.policies import ActivationCheckpointing, check_count, parse_bytes
 
 
 def run_plan(
@@ -27,9 +26,9 @@ def run_plan(
     trainer: Mapping[str, Any],
     model: LightningModule,
     datamodule: LightningDataModule | None = None,
-    seq: PositiveInt | None = None,
+    seq: int | None = None,
     memory: int | str | None = None,
-    devices: PositiveInt | None = None,
+    devices: int | None = None,
     find: Literal["max-seq", "settings"] | None = None,
     output: str | None = None,
     plot: str | None = None,
@@ -55,6 +54,8 @@ def run_plan(
     Raises:
         ValueError: If an argument is not understood, or nothing fits.
     """
+    check_count("seq", seq, None)
+    check_count("devices", devices, None)
     limit = None if memory is None else parse_bytes(memory, "memory")
     _check_find(find, limit, output, seq, trainer)
     machine = parse_machine(gpu)
@@ -68,7 +69,7 @@ def run_plan(
         elif find == "max-seq":
             found = longest(job, limit, tell=tell)
         else:
-            found = cheapest(job, limit, int(seq or job.tokens), tell, machine)  # a plain number, for YAML
+            found = cheapest(job, limit, seq or job.tokens, tell, machine)
     console.print(found.render(limit, gpu))
     if find is not None:
         text = yaml.safe_dump(settings_yaml(config, found, trainer.get("strategy")), sort_keys=False)
@@ -115,22 +116,16 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
     engine = found.settings.engine
     if engine.stage:
         init["stage"] = engine.stage
-    init["tiling"] = _fields(found.settings.tiling)
+    tiling, checkpointing = found.settings.tiling, found.settings.activation_checkpointing
+    sequence_parallel = found.settings.sequence_parallel
+    init["tiling"] = None if tiling is None else asdict(tiling)
     loss = found.settings.loss
     init["loss"] = loss is not None if loss is None or loss == "auto" else loss
-    init["activation_checkpointing"] = _fields(found.settings.activation_checkpointing) or False
-    init["sequence_parallel"] = _fields(found.settings.sequence_parallel)
+    init["activation_checkpointing"] = False if checkpointing is None else asdict(checkpointing)
+    init["sequence_parallel"] = None if sequence_parallel is None else asdict(sequence_parallel)
     chosen = {"class_path": f"lt_tiled.{engine.strategy}", "init_args": init}
     result: dict[str, Any] = {"trainer": {"strategy": chosen}}
     data = config.get("data") or {}
     if "seq_len" in data.get("init_args", {}):
         result["data"] = {"class_path": data["class_path"], "init_args": {"seq_len": found.tokens}}
     return result
-
-
-def _fields(policy: Tiling | ActivationCheckpointing | SequenceParallel | None) -> dict[str, Any] | None:
-    if policy is None:
-        return None
-    fields = asdict(policy)
-    make_plain(fields)  # the parser's numbers with bounds are no types of YAML
-    return fields

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies, PreparedModels
-from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import Groups
 from lt_tiled.strategies.sigterm import Sigterm, end_with_launcher
@@ -56,10 +55,10 @@ class TiledStrategy(Base):
     def __init__(
         self,
         *args: Any,
-        tiling: bool | PositiveInt | Tiling | None = _DEFAULT,
+        tiling: bool | int | Tiling | None = _DEFAULT,
         activation_checkpointing: ActivationCheckpointingLike | None = True,
-        loss: bool | PositiveInt | Literal["always"] | None = None,
-        sequence_parallel: PositiveInt | SequenceParallel | None = None,
+        loss: bool | int | Literal["always"] | None = None,
+        sequence_parallel: int | SequenceParallel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)

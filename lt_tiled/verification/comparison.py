@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.checkpointing import BlockPatch
-from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
+from lt_tiled.policies import check_count
 from lt_tiled.report import show
 from lt_tiled.sequence_parallel.self_check import rounds_products
 from lt_tiled.tiling.patched import TiledPatch, tiled_patches
@@ -88,7 +88,7 @@ def run_verify(
     trainer: Mapping[str, Any],
     model: LightningModule,
     datamodule: LightningDataModule | None = None,
-    seq: PositiveInt = 256,
+    seq: int = 256,
     reference: bool = True,
 ) -> Verification:
     """Compare a training step of a configuration without and with lt_tiled: loss, gradients, FLOPs, memory and time.
@@ -101,11 +101,12 @@ def run_verify(
         reference: Whether to compute the step in float64 as well (float32 for 16-bit weights), on each device without
             sharding. Turn it off for a model that does not fit; bounds are then estimated.
     """
+    check_count("seq", seq)
     for holder in (datamodule, model):
         if getattr(holder, "seq_len", 0) > seq:
-            holder.seq_len = int(seq)  # type: ignore[union-attr]
+            holder.seq_len = seq  # type: ignore[union-attr]
     arguments = dict(trainer)
-    comparison = Comparison(model, None, int(seq), reference)
+    comparison = Comparison(model, None, seq, reference)
     result = _fit(model, comparison, arguments, arguments.pop("strategy", "auto"), datamodule)
     if comparison.trainer.is_global_zero:
         show(result.table(), result.verdict)

@@ -284,4 +284,4 @@ def test_labels() -> None:
     logprobs = model.predict_step({"input_ids": ids, "labels": labels}, 0)
     assert not logprobs[:, :15].any()
     loss = model.model(**model._inputs({"input_ids": ids, "labels": labels})).loss
-    assert float(loss) == pytest.approx(float(-logprobs[:, 15:].mean()), rel=1e-5)
+    assert loss.item() == pytest.approx(float(-logprobs[:, 15:].mean()), rel=1e-5)

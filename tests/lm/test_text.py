@@ -17,7 +17,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DistributedSampler
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from lt_tiled.cli.numbers import PositiveInt
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.lm.text import has_tokenizer, read_text
 from tests.lit import trainer
@@ -220,9 +219,9 @@ def test_loader_without_a_trainer(text: None) -> None:
     assert not isinstance(data.train_dataloader().sampler, DistributedSampler)
 
 
-def test_numbers_of_the_command_line(text: None) -> None:
-    """The checkpoint of a run with the command line's numbers, which are of own types, is loaded with weights only."""
-    run(ModelCheckpoint(".", "last"), max_steps=3, seq_len=PositiveInt(8), batch_size=PositiveInt(1))
+def test_state(text: None) -> None:
+    """A checkpoint, which is loaded with weights only, has what determines the batches of its epoch."""
+    run(ModelCheckpoint(".", "last"), max_steps=3, seq_len=8, batch_size=1)
     state = torch.load("last.ckpt", weights_only=True)["TextFiles"]
     shape = {"seq_len": 8, "batch_size": 1, "ranks": 1, "seed": 0, "sequences": 12}
     assert state == {**shape, "batches": 12, "total": 3}

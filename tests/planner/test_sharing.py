@@ -110,7 +110,7 @@ def test_cheapest() -> None:
 @pytest.mark.full
 def test_found_sharing_is_taken_by_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """``--find settings`` prints how many ranks share a sequence, and writes it for ``fit``."""
-    strategy = ("--trainer.strategy=TiledDDPStrategy", "--devices=2")
+    strategy = ("--trainer.strategy=tiled_ddp", "--devices=2")
     text = planned(capsys, SMALL, *strategy, "--seq=16384", "--memory=62MiB", "--find=settings", "--output=found.yaml")
     assert "16384 tokens, shared by 2 ranks" in text
     assert "each sequence shared by 2 ranks" in text

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lt_tiled
 from lt_tiled import SequenceParallel
-from lt_tiled.cli import main
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.engines.cells import strategy
 from tests.lit import trainer
@@ -381,18 +380,3 @@ def test_command_line(value: str, world: World, tmp_path: Path) -> None:
     """``lt-tiled fit`` takes the number or the fields of the policy from YAML."""
     for printed in world(trained_by, str(tmp_path), value):
         assert "data 0 of 1" in printed
-
-
-def test_command_line_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    """A size that is not positive is refused while parsing."""
-    with pytest.raises(SystemExit):
-        main(
-            [
-                "fit",
-                "--model=CausalLM",
-                "--data=TextFiles",
-                "--trainer.strategy=TiledDDPStrategy",
-                "--trainer.strategy.sequence_parallel=0",
-            ]
-        )
-    assert "sequence_parallel" in capsys.readouterr().err

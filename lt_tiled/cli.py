@@ -5,15 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from argparse import ArgumentError
 from contextlib import nullcontext
 from pathlib import Path
 from types import MethodType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import yaml
-from jsonargparse import set_loader, set_parsing_settings
+from jsonargparse import set_parsing_settings
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import (
     LightningArgumentParser,
@@ -29,7 +27,7 @@ import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
 from lt_tiled._log import quiet_libraries
 from lt_tiled.callbacks import TilingReport
-from lt_tiled.cli.bad_input import Parser, load_yaml, message, needs_no_traceback, registered_name
+from lt_tiled.errors import DoesNotFitError
 from lt_tiled.planner.command import run_plan
 from lt_tiled.verification import run_verify
 
@@ -60,28 +58,8 @@ class TiledCLI(LightningCLI):
         return {self.command: commands[self.command]} if self.command in commands else commands
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        self.parser.command = parser  # type: ignore[attr-defined]  # both are of parser_class
-        self.parser.epilog = parser.epilog = "--debug, anywhere, shows the traceback of an error."
         parser.add_optimizer_args((Optimizer,))
         parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
-
-    def before_instantiate_classes(self) -> None:
-        """Reject values that Lightning would notice late."""
-        config = self.config[self.config["subcommand"]]
-        trainer = config["trainer"]
-        if isinstance(trainer, list):
-            self._refuse("trainer", f"{trainer} has no keys such as max_steps.")
-        if isinstance(trainer["strategy"], str):
-            try:
-                trainer["strategy"] = registered_name(trainer["strategy"])
-            except ValueError as error:
-                self._refuse("trainer.strategy", str(error))
-        for key in ("accumulate_grad_batches", "val_check_interval"):
-            if trainer[key] == 0:
-                self._refuse(f"trainer.{key}", "0 must be positive.")
-
-    def _refuse(self, key: str, reason: str) -> NoReturn:
-        self.parser.error(f'Parser key "{key}":\n  {reason}')
 
     def instantiate_classes(self) -> None:
         with torch.device("meta") if self.subcommand == "plan" else nullcontext():
@@ -94,7 +72,7 @@ class TiledCLI(LightningCLI):
 
             self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
         elif scheduler:
-            self._refuse("lr_scheduler", "it needs an optimizer, such as --optimizer=AdamW.")
+            raise ValueError("lr_scheduler needs an optimizer: add one, such as --optimizer=AdamW.")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         if self.subcommand not in ("plan", "verify"):
@@ -104,7 +82,10 @@ class TiledCLI(LightningCLI):
     def _plan(self, **kwargs: Any) -> None:
         self._dump_config()
         gc.freeze()  # else each collection looks through what the imports made, a tenth of the time
-        run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
+        try:
+            run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
+        except DoesNotFitError as error:  # an answer
+            raise SystemExit(str(error)) from error
 
     def _verify(self, **kwargs: Any) -> None:
         if not run_verify(self._get(self.config_init, "trainer", default={}), **kwargs).passed:
@@ -132,45 +113,29 @@ class SaveRunConfig(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
 
-def run(args: list[str] | None = None) -> None:
+def main(args: list[str] | None = None) -> None:
     """Run the command line on ``args``, by default those of the process.
 
     ``--config configs/quickstart.yaml`` and the repository's other files also work elsewhere: they are in the package.
     """
     is_process = args is None
-    args = sys.argv[1:] if args is None else args
-    debug = "--debug" in args or os.environ.get("LT_TILED_DEBUG") == "1"
-    if not debug:
-        quiet_libraries()
-    args = _with_own_configs([arg for arg in args if arg != "--debug"])
+    args = _with_own_configs(sys.argv[1:] if args is None else args)
+    quiet_libraries()
     if is_process:
         sys.argv[1:] = args  # Lightning starts the other ranks with it
-        if debug:
-            os.environ["LT_TILED_DEBUG"] = "1"  # they inherit it
         sys.path.append(os.getcwd())  # for --model=my_model.MyModel
     shows_help = any(arg == "-h" or "help" in arg or "comments" in arg for arg in args)
     set_parsing_settings(docstring_parse_attribute_docstrings=shows_help)  # slow, and only help shows policies' fields
-    set_loader("yaml", load_yaml, (yaml.YAMLError,))
-    command = args[0] if args else ""
-    try:
-        TiledCLI(
-            command=command,
-            args=None if is_process else args,
-            parser_class=Parser,
-            trainer_class=CommandsTrainer,
-            trainer_defaults={"callbacks": [TilingReport()]},
-            parser_kwargs={"prog": "lt-tiled", "description": lt_tiled.__doc__, "version": lt_tiled.__version__},
-            save_config_callback=SaveRunConfig,
-            auto_configure_optimizers=False,  # it would make them before the weights exist
-            save_config_kwargs={"overwrite": True},
-        )
-    except Exception as error:
-        from_parser = isinstance(error, ArgumentError)
-        if debug or not (from_parser or needs_no_traceback(error)):
-            raise
-        text = str(error) if from_parser else f"{message(error)}\n--debug shows the traceback."
-        print(f"{f'lt-tiled {command}'.strip()}: error: {text}", file=sys.stderr)
-        raise SystemExit(2 if from_parser else 1) from None
+    TiledCLI(
+        command=args[0] if args else "",
+        args=None if is_process else args,
+        trainer_class=CommandsTrainer,
+        trainer_defaults={"callbacks": [TilingReport()]},
+        parser_kwargs={"prog": "lt-tiled", "description": lt_tiled.__doc__, "version": lt_tiled.__version__},
+        save_config_callback=SaveRunConfig,
+        auto_configure_optimizers=False,  # it would make them before the weights exist
+        save_config_kwargs={"overwrite": True},
+    )
 
 
 def _with_own_configs(args: list[str]) -> list[str]:
