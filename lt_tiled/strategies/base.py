@@ -12,7 +12,6 @@ from torch import nn
 from lt_tiled._prepare import AppliesPolicies, PreparedModels
 from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import Groups
-from lt_tiled.strategies.sigterm import Sigterm, end_with_launcher
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -65,7 +64,6 @@ class TiledStrategy(Base):
         self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
         self._groups: Groups | None = None
         self.note_defaults(tiling, activation_checkpointing)
-        end_with_launcher()
 
     @property
     def on_cpu(self) -> bool:
@@ -126,36 +124,17 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._log = OffloadLog()
-        self._sigterm = Sigterm(trainer)
         self.prepare_once(self.lightning_module)
         super().setup(trainer)
         self.prepared.find_engines()
 
-    def on_train_start(self) -> None:
-        self._sigterm.handle()
-        super().on_train_start()
-
-    def on_validation_start(self) -> None:
-        self._sigterm.handle()  # in fit the sanity check comes first
-        super().on_validation_start()
-
-    def on_test_start(self) -> None:
-        self._sigterm.handle()
-        super().on_test_start()
-
-    def on_predict_start(self) -> None:
-        self._sigterm.handle()
-        super().on_predict_start()
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._log.end_step(self.lightning_module.trainer, self.prepared)
-        self._sigterm.end_before_step(batch_idx)
 
     def on_train_end(self) -> None:
         self._log.end_step(self.lightning_module.trainer, self.prepared)
         super().on_train_end()
-        self._sigterm.end("after the last step.")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.prepared.free_buffers()  # a full state dict may need the memory

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ from benchmarks.endurance import cycles, steps
 from benchmarks.endurance import sheet as endurance
 from benchmarks.endurance import usage as endurance_figures
 from benchmarks.host import BARE, FEW, MANY, OTHER_SKIP, host, per_tile
-from benchmarks.kills import Soak
-from benchmarks.kills import sheet as kills
 from benchmarks.loss import candidates, errors, usable
 from benchmarks.peers import Peer, peers, roll_call
 from benchmarks.sequence_parallel import Worlds, exact_costs, gradients
@@ -84,18 +81,6 @@ def test_endurance_sees_a_leak(name: str) -> None:
     sheet = endurance("", found)
     assert verdicts(sheet, name) == [None, False]
     assert verdicts(sheet, "at the end").count(False) == 1
-
-
-@pytest.mark.full
-def test_a_kill_and_what_it_leaves(tmp_path: Path) -> None:
-    """Ranks that a signal ends leave nothing, and their losses are the undisturbed run's; another loss is seen."""
-    soak = Soak("ddp", tmp_path, Random(0))
-    soak.once()
-    for name in ("still alive", "left behind", "wrong losses"):
-        assert set(verdicts(kills([soak]), name)) == {True}
-    soak.true[0] = dict.fromkeys(soak.true[0], "0x0.0p+0")
-    assert soak.compare([0, 0], 0, soak.last) > 0
-    assert False in verdicts(kills([soak]), "wrong losses")
 
 
 @pytest.mark.self_checks

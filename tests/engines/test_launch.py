@@ -1,5 +1,5 @@
-"""Started as users start it: by Lightning's own launcher, by torchrun, and on two nodes; and a rank that fails, or gets
-SIGTERM, ends all of them.
+"""Started as users start it: by Lightning's own launcher, by torchrun, and on two nodes; and a rank that fails ends all
+of them.
 """
 
 from __future__ import annotations
@@ -80,40 +80,3 @@ def test_launchers(launcher: str, engine: str, failing: str | None, directory: P
         assert "this rank fails" in printed
         assert told(directory, failing) == []
     assert list((directory / "spill").iterdir()) == []
-
-
-def test_torchrun_is_killed(directory: Path) -> None:
-    """SIGKILL to torchrun ends its ranks, within the limit, which would train on to the end without it."""
-    program = (*PROGRAM[1:], str(directory), "ddp", "--kill-torchrun")
-    _, printed = run(directory, (*TORCHRUN, "--standalone", "--nproc-per-node=2", *program))
-    assert "received SIGTERM: all ranks end before step 2." in printed
-    assert told(directory, "ddp") == []
-    assert list((directory / "spill").iterdir()) == []
-
-
-def test_one_rank_is_terminated(directory: Path) -> None:
-    """SIGTERM to rank 1 ends every rank, within the limit, with the reason in what is printed, and the exit code of
-    SIGTERM.
-    """
-    (code,), printed = run(directory, (*PROGRAM, str(directory), "ddp", "--terminate=1"))
-    assert code == 143, printed
-    assert "Rank 1 received SIGTERM: all ranks end before step 2." in printed
-    assert told(directory, "ddp") == []
-    assert list((directory / "spill").iterdir()) == []
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_is_terminated_in_validate(rank: int, directory: Path) -> None:
-    """SIGTERM to a rank in ``validate`` ends every rank, within the limit, with the reason in what is printed."""
-    (code,), printed = run(directory, (*PROGRAM, str(directory), "ddp", f"--terminate={rank}", "--validate"))
-    assert code != 0
-    assert f"Rank {rank} received SIGTERM, and all ranks end." in printed
-
-
-@pytest.mark.parametrize("when", ["early", "late"])
-def test_the_first_rank_is_killed_at_the_start(when: str, directory: Path) -> None:
-    """SIGKILL to the first rank of Lightning's launcher ends the second one, which would wait 30 minutes for it:
-    before it has a strategy and after.
-    """
-    _, printed = run(directory, (*PROGRAM, str(directory), "ddp", f"--kill-first={when}"))
-    assert ("which started this rank, has ended" in printed) == (when == "early")
