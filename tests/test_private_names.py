@@ -126,7 +126,7 @@ def lower_right() -> bool:
 def rule(name: str) -> bool:
     """Whether a function of state layers in transformers has the arguments that are exchanged, and is a global."""
     families = {"torch_chunk_gated_delta_rule": "qwen3_next", "chunk_kimi_delta_attention": "kimi_linear"}
-    family = families.get(name, "mamba2" if name == "mamba2_chunk_scan" else "mamba")
+    family = families.get(name, "mamba2")
     file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     parameters, dims = list(inspect.signature(getattr(file, name)).parameters), list(RULES[name].dims)
     return parameters[:5] == dims[:5] and set(dims) - {"z"} <= set(parameters)

@@ -95,18 +95,6 @@ def _chunk_scan(a: dict[str, Any]) -> Kernel:
     )
 
 
-def _selective_scan(a: dict[str, Any]) -> Kernel:
-    """Return that of ``selective_scan_fn`` of mamba_ssm, which has no products.
-
-    Saved are the states of chunks of 2,048 tokens in float32, and with a gate the output before it. The gradients of B
-    and C are summed in float32: https://github.com/state-spaces/mamba, ``mamba_ssm/ops/selective_scan_interface.py``.
-    """
-    x, B, size = a["hidden_states"], a["B"], a["A"].shape[-1]
-    states = 2 * _FLOAT * x.shape[0] * x.shape[1] * ceil(x.shape[2] / 2048) * size
-    gated = 0 if a.get("z") is None else x.nbytes
-    return Kernel(saved=states + gated, backward=2 * _FLOAT * B.numel())
-
-
 def _convolution(a: dict[str, Any]) -> Kernel:
     """Return that of ``causal_conv1d_fn`` of causal_conv1d, whose backward pass computes the activation again."""
     return Kernel(saved=0, flops=2 * a["hidden_states"].numel() * a["weight"].shape[-1])
@@ -116,7 +104,6 @@ _KERNELS: dict[str, Callable[[dict[str, Any]], Kernel]] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _chunk_scan,
-    "mamba_selective_scan": _selective_scan,
     CONVOLUTION: _convolution,
 }
 
@@ -128,7 +115,7 @@ def with_kernels(model: nn.Module, ledger: Ledger) -> Iterator[None]:
         for table, names in functions_of(model):
             for name in names:
                 # A layer whose fused kernel returns None calls the functions that are counted here.
-                kernel = nothing if name in FUSED else partial(_run, name, ledger)
+                kernel = nothing if name == FUSED else partial(_run, name, ledger)
                 stack.enter_context(swapped(table, name, kernel))
         yield
 

@@ -92,16 +92,11 @@ def token_dims(owner: str, name: str, tensor: Tensor, total: int) -> list[int]:
     if not tensor.is_floating_point() and tensor.dtype != torch.bool and "mask" not in name:
         return dims[-1:]  # token or position ids [B, S]
     if len(dims) > 1 and not is_mask(name, tensor, total):
-        raise unclear_tokens(owner, name, tensor, total)
+        raise ValueError(
+            f"{owner} was called with {name} of the shape {list(tensor.shape)}, and sequence parallelism cannot tell"
+            f" which dimension has the {total} tokens: use another sequence length."
+        )
     return dims
-
-
-def unclear_tokens(owner: str, name: str, tensor: Tensor, total: int) -> ValueError:
-    """Return the error of a tensor with several dimensions as long as the tokens."""
-    return ValueError(
-        f"{owner} was called with {name} of the shape {list(tensor.shape)}, and sequence"
-        f" parallelism cannot tell which dimension has the {total} tokens: use another sequence length."
-    )
 
 
 def repeated_to(tokens: int) -> Callable[[Tensor, int], Tensor]:

@@ -140,9 +140,8 @@ def _refuse_unsupported(model: nn.Module) -> None:
     mixers = bool(find_mixers([("", model)]))
     if others := kinds - _KINDS - (STATE_LAYERS if mixers else set()):
         raise ValueError(
-            f"{kind} has layers of the kinds {sorted(others)}, which pass on a state from token to token that sequence"
-            " parallelism does not exchange: use a model with attention layers, or with layers of Mamba, Mamba 2, gated"
-            " delta rules or short convolutions, or sequence_parallel=1."
+            f"{kind} has layers of the kinds {sorted(others)}, whose state cannot be shared: use a model with"
+            " attention, Mamba 2, delta rules or short convolutions, or sequence_parallel=1."
         )
     if text._attn_implementation == "eager" and kinds != {"linear_attention"} and not eager_files(model):
         found = [name for name, flag in _INSTEAD_OF_EAGER.items() if getattr(model, flag, False)]

@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled.modules.find import has_class, walk_all
+from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import HOOKS, Patch, get_patches, is_of, is_patched
 from lt_tiled.namespaces import LIGHTNING
-from lt_tiled.sequence_parallel.states import WHOLE
 from lt_tiled.tiling.places import is_equal, is_weight, storage_of
 
 _PACKAGES = ("torch.", "lt_tiled.", "deepspeed.", "accelerate.", "peft.", *LIGHTNING)
@@ -57,12 +56,8 @@ def refuse_hooks(name: str, block: nn.Module, outside: Sequence[str]) -> None:
 
 
 def kept_values(module: nn.Module) -> dict[str, Any]:
-    """Return the tensors and floats that a module and those in it hold beside their weights, by path.
-
-    Left out are layers that run on all tokens, and so keep a state of all of them.
-    """
-    on_all_tokens = {part for m in module.modules() if has_class(m, WHOLE) for part in m.modules()}
-    return {place: value for part, place, value in _values_in(module) if part not in on_all_tokens}
+    """Return the tensors and floats that a module and those in it hold beside their weights, by path."""
+    return dict(_values_in(module))
 
 
 @contextmanager
@@ -72,7 +67,7 @@ def unchanged_in_place(module: nn.Module) -> Iterator[None]:
     :class:`Observation` restores what a second pass would read, and has no copies before a first one.
     """
     copies = []
-    for _, _, value in _values_in(module):
+    for _, value in _values_in(module):
         if isinstance(value, Tensor) and storage_of(value) is not None and value.untyped_storage().nbytes():
             copies.append((value, value.detach().clone()))
     try:
@@ -83,8 +78,8 @@ def unchanged_in_place(module: nn.Module) -> Iterator[None]:
                 value.data.copy_(copy)
 
 
-def _values_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield the tensors and floats that are no weights, with the module that holds each of them, and its path."""
+def _values_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors and floats that are no weights, with their paths."""
     for path, part in walk_all(module):
         for holder in (part._buffers, part.__dict__):
             for name, value in holder.items():
@@ -93,7 +88,7 @@ def _values_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
                 for place, leaf in pytree.tree_leaves_with_path(value):
                     # FSDP with use_orig_params=False keeps views of its flat weights here, whose memory may be gone.
                     if isinstance(leaf, Tensor | float) and not is_weight(leaf):
-                        yield part, f"{path}.{name}{pytree.keystr(place)}".lstrip("."), leaf
+                        yield f"{path}.{name}{pytree.keystr(place)}".lstrip("."), leaf
 
 
 def replaced_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,15 +32,13 @@ _DELTA = {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_he
 _DELTA |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
 _MAMBA = {"mamba_d_state": 16, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_chunk_size": 64}
 _CONV = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "block_ff_dim": 192}
-_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4, "num_experts": 1}
 FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _DELTA,
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "lfm2": _CONV,
-    "jamba": {**_JAMBA, "num_experts_per_tok": 1},
 }
 CONFIGS = {name: {**TWO, "model_type": name, "pad_token_id": 0, **fields} for name, fields in FIELDS.items()}
-"""A gated delta rule, Mamba 2, a convolution alone and Mamba 1, each with a layer of attention."""
+"""A gated delta rule, Mamba 2 and a convolution alone, each with a layer of attention."""
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     "alone, attention kept": (1, {"keep": "attention"}),
@@ -81,7 +79,7 @@ def test_prediction(model: str, name: str, request: pytest.FixtureRequest) -> No
     )
 
 
-@pytest.mark.table("8-(bamba|jamba)")
+@pytest.mark.table("8-bamba")
 @pytest.mark.parametrize("model", CONFIGS)
 @pytest.mark.parametrize("size", [1, 8])
 def test_a_million_tokens(model: str, size: int) -> None:
@@ -125,11 +123,3 @@ def test_delta_rule(channels: bool) -> None:
     norms = 2 * keys.nbytes + 2 * 1024 * 32 * 4
     assert kernel.saved == 4 * decay.numel() + (2 if channels else 1) * matrices + norms
     assert kernel.replaced == ("query", "key")
-
-
-def test_selective_scan() -> None:
-    """Mamba 1 saves the states of chunks of 2,048 tokens, and with a gate the output before it."""
-    x, vectors = numbers(1, 64, 8192), numbers(1, 16, 8192)
-    given = {"hidden_states": x, "dt": x, "A": numbers(64, 16), "B": vectors, "C": vectors}
-    assert _KERNELS["mamba_selective_scan"](given).saved == 2 * 64 * 4 * 16 * 4
-    assert _KERNELS["mamba_selective_scan"]({**given, "z": x}).saved == 2 * 64 * 4 * 16 * 4 + x.nbytes

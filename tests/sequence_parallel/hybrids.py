@@ -29,9 +29,7 @@ _NEMOTRON |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate
 _NEMOTRON |= {"moe_shared_expert_intermediate_size": 32, "topk_group": 1}
 _CONV = {"layer_types": ["conv", "full_attention"]}
 _ZAMBA = {"mamba_d_state": 8, "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
-_ZAMBA_2 = {"mamba_headdim": 8, "n_mamba_heads": 8, "mamba_ngroups": 2, "chunk_size": 16, "num_mem_blocks": 1}
-_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
-_JAMBA |= {"mamba_d_state": 4, "mamba_dt_rank": 4, "num_experts": 4, "num_experts_per_tok": 2}
+_ZAMBA |= {"mamba_headdim": 8, "n_mamba_heads": 8, "mamba_ngroups": 2, "chunk_size": 16, "num_mem_blocks": 1}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA, **_EXPERTS},
     "qwen3_5_text": _DELTA,
@@ -43,17 +41,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_MAMBA_2, **_EXPERTS, **_BOTH, "shared_intermediate_size": 32},
     "bamba": {**_MAMBA_2, "attn_layer_indices": [1]},
     "falcon_h1": {**_MAMBA_2, "mamba_d_ssm": 64},
-    "zamba2": {**_ZAMBA, **_ZAMBA_2, "hybrid_layer_ids": [1, 2]},
+    "zamba2": {**_ZAMBA, "hybrid_layer_ids": [1, 2]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8, "chunk_size": 16},
     "lfm2": {**_CONV, "block_auto_adjust_ff_dim": False, "block_ff_dim": 64},
     "lfm2_moe": {**_CONV, **_EXPERTS, "num_dense_layers": 1},
     "lfm3": _CONV,
-    "mamba": {"state_size": 8},
-    "falcon_mamba": {"state_size": 8},
-    "jamba": _JAMBA,
-    "minimax": {**_BOTH, **_EXPERTS, "block_size": 16},
-    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 16, "num_hidden_layers": 3},
-    "zamba": {**_ZAMBA, "n_mamba_heads": 2, "mamba_dt_rank": 4, "num_key_value_heads": 4, "attention_head_dim": 16},
 }
 """Fields of configurations by their ``model_type``."""
 

@@ -76,7 +76,7 @@ def trained(engine: str, name: str, shared: bool) -> tuple[list[float], Tensor]:
     return lit.losses, torch.cat(changes)
 
 
-@pytest.mark.table("ddp-bamba|fsdp2-qwen3_5_text|zero3-bamba|fsdp-lfm2|zero2-jamba")
+@pytest.mark.table("ddp-bamba|fsdp2-qwen3_5_text|zero3-bamba|fsdp-lfm2")
 @pytest.mark.parametrize("name", [*EACH_KIND[1:], "qwen3_5_text", EAGER])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_trainer(engine: str, name: str, request: pytest.FixtureRequest) -> None:
