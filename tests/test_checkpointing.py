@@ -362,3 +362,31 @@ def test_a_hook_around_the_backward_sees_no_tile() -> None:
         lm_loss(model(IDS), IDS).backward()
     assert packed.count((2, 24, H)) >= 3
     assert not any(48 in shape[-1:] for shape in packed)  # intermediate_size
+
+
+class Touching(nn.Module):
+    """A block that writes its weight anew with the same values in each forward pass, as some adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.mul_(1.0)
+        return x + torch.tanh(self.up(x))
+
+
+def test_a_weight_that_is_written_with_the_same_values() -> None:
+    """A new version of a weight is no change if the values are the same; new values are refused in each step."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Touching(), Touching()).double(), randn(2, 8, H, dtype=torch.float64)
+    true = gradients(model, x)
+    with prepare(model, tiling=None, activation_checkpointing=True):
+        for _ in range(3):
+            assert worst(gradients(model, x), true) <= EXACT
+        loss = model(x).square().sum()
+        with torch.no_grad():
+            model[0].up.weight.mul_(1.001)
+        with pytest.raises(RuntimeError, match=r"Touching: .*changed in place"):
+            loss.backward()

@@ -54,6 +54,8 @@ class History:
     """Identity and version of each tensor after the last call, by the number of its module and its name."""
     changing: set[int] = field(default_factory=set)
     """The numbers of the modules with a tensor that changed."""
+    touched: set[tuple[int, str]] = field(default_factory=set)
+    """The weights whose version the forward pass raises, by the number of their module and their name."""
 
 
 _SHARDED = (
@@ -64,6 +66,14 @@ Change = tuple[str, str]
 """What changed, and how."""
 Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
+
+
+def _sums(weight: Tensor) -> Tensor | None:
+    """Return two sums, in float64, that show whether the values changed; ``None`` while ZeRO-3 has them elsewhere."""
+    if weight.numel() == 0:
+        return None
+    values = weight.detach()  # else torch's checkpoint would see what the sums save
+    return torch.stack([values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, dtype=torch.float64)])
 
 
 def _without_function_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -108,6 +118,8 @@ class Observation:
         self._storages: set[int] | None = None
         self._copies: dict[int, Tensor] = {}
         """Values of tensors that may change in place, by their index."""
+        self._sums: dict[int, Tensor | None] = {}
+        """Sums of the weights whose version the forward pass raises, by their index."""
         self._look(modules, arguments or {}, generators, shared, submodules)
 
     @_without_function_modes
@@ -133,6 +145,9 @@ class Observation:
         self._versions = [version_of(held.tensor) for held in self._tensors]
         if history is not None:
             self._copy(history, shared)
+            for index, held in enumerate(self._tensors):
+                if (held.part, held.name) in history.touched:
+                    self._sums[index] = _sums(held.tensor)
 
     def _copy(self, history: History, shared: bool) -> None:
         """Copy what may change in place: what changed before, what is small, and everything in the first call."""
@@ -166,6 +181,12 @@ class Observation:
             return
         first, buffers = self._mode not in history.modes, self._buffers()
         history.modes.add(self._mode)
+        for index, held in enumerate(self._tensors):
+            # As peft does, which gives a weight a parametrization in each forward pass. In the first call the sums come
+            # too late, and a forward pass that changed the values is noticed by what its recompute computes.
+            if held.is_weight and self._changed(index) is not None:
+                history.touched.add((held.part, held.name))
+                self._sums.setdefault(index, _sums(held.tensor))
         for index, held in buffers:
             unseen = first and index in self._copies and not is_equal(self._copies[index], held.tensor)
             if unseen or self._changed(index):
@@ -222,10 +243,17 @@ class Observation:
         """Return what happened to the values of a tensor since."""
         held, version = self._tensors[index], self._versions[index]
         if (now := version_of(held.tensor)) != version:
+            if index in self._sums and self._has_same_sums(index):
+                return None
             return str(held), f"was changed in place (version {version}, now {now})"
         moved = held.storage is not None and storage_of(held.tensor) != held.storage.cdata
         engines = hasattr(held.tensor, "ds_id") or hasattr(held.tensor, "_fsdp_flattened")
         return (f"the data of {held}", "was replaced") if moved and not engines else None
+
+    def _has_same_sums(self, index: int) -> bool:
+        """Whether a weight has the values of before, or it cannot be known here and is left to the comparison."""
+        before, now = self._sums[index], _sums(self._tensors[index].tensor)
+        return before is None or now is None or torch.allclose(before, now, rtol=1e-12, atol=0.0, equal_nan=True)
 
     def _lost(self, index: int, substituted: bool) -> Change | None:
         """Return what happened to a tensor that cannot be restored."""

@@ -18,7 +18,7 @@ from lt_tiled.modules.patch import is_patched
 
 ENGINES = frozenset(("applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "_external_params"))
 ENGINES |= {"ds_id", "ds_grads_remaining", "ds_inflight_param_registry", "ds_recompute_parameters"}
-ENGINES |= {"_z3_leaf"}
+ENGINES |= {"_z3_leaf", "_original_parameters"}
 """What ZeRO-3's hooks set on modules between the passes (runtime/zero/parameter_offload.py)."""
 LEAF_HOOKS = "register_full_backward_hook"
 """The method that is patched on leaf modules of ZeRO-3, and that no forward reads."""

@@ -244,3 +244,42 @@ def test_ranks_choose_different_experts_under_fsdp2(world: World) -> None:
     """Experts that have tokens on one rank alone train under FSDP2 as under DDP."""
     plain = world(mixture, "ddp")
     assert world(mixture, "fsdp2") == [near(losses) for losses in plain]
+
+
+def losses_with_expert_adapters(engine: str, targets: str, options: dict[str, Any]) -> list[float]:
+    """The losses of two steps with LoRA on the weights of experts, or on all linear modules."""
+    fabric = launch(engine, loss=None, **options)
+    net = built("Qwen 3 MoE", tied=False)
+    torch.manual_seed(0)
+    experts = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    chosen = experts if targets == "experts" else {"target_modules": "all-linear"}
+    net = get_peft_model(net, LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **chosen))
+    model, optimizer = set_up(fabric, net, engine)
+    found = []
+    for step in range(2):
+        ids = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        found.append(step_on(fabric, optimizer, model(input_ids=ids, labels=ids).loss))
+    fabric.strategy.release()
+    return found
+
+
+# Without lt_tiled either, PEFT trains no experts under FSDP1, and under ZeRO-3 only in the leaf modules of DeepSpeed.
+@pytest.mark.table("experts-ddp|all-linear-zero3")
+@pytest.mark.parametrize(
+    ("targets", "engine"),
+    [
+        *[("experts", engine) for engine in ("ddp", "fsdp2", "zero2")],
+        *[("all-linear", engine) for engine in ("ddp", "fsdp2", "zero2", "zero3")],
+    ],
+)
+def test_adapters_of_experts(on_ranks: OnRanks, targets: str, engine: str) -> None:
+    """LoRA on the weights of experts, which PEFT parametrizes anew in each forward pass, trains as without lt_tiled,
+    with activation checkpointing and with tiles.
+    """
+    untiled = {"tiling": None, "activation_checkpointing": None}
+    true = on_ranks.once(losses_with_expert_adapters, engine, targets, untiled)
+    for tiling in (None, TILED):
+        options = {"tiling": tiling, "activation_checkpointing": True}
+        found = on_ranks(losses_with_expert_adapters, engine, targets, options)
+        for one, other in zip(found, true, strict=True):
+            assert one == near(other)

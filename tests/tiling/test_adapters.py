@@ -133,6 +133,25 @@ def test_quantised_base(after: bool) -> None:
         assert all(row.tiles > 1 for row in Report.of(model).tiled)
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"target_modules": "all-linear"}, {"target_modules": [], "target_parameters": EXPERTS}]
+)
+def test_experts(fields: dict[str, Any]) -> None:
+    """LoRA on the weights of experts, which PEFT parametrizes anew in each forward pass, gives the untiled loss and
+    gradients.
+    """
+    architecture = ARCHITECTURES["Qwen 3 MoE"]
+    model = adapted(architecture.build(), **fields)
+    inputs = architecture.feed(model)
+    true = run(model, inputs)
+    with prepare(model, tiling=TILES, activation_checkpointing=True):
+        for _ in range(3):
+            assert worst(run(model, inputs), true) <= MIXED
+
+
 def test_frozen_model_of_which_one_part_trains() -> None:
     """With everything frozen but one norm, that norm's gradient is the untiled one, and no other weight has any."""
     model = tiny_llama().double().requires_grad_(False)
