@@ -1,10 +1,8 @@
-"""Tiling a module, a method or a callable, and undoing it."""
+"""Tiling a module or one of its methods, and undoing it."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
@@ -14,11 +12,8 @@ from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_patch, remove_patch
 from lt_tiled.policies import CompileOptions, Tiling
-from lt_tiled.tiling.autograd import run_tiled
-from lt_tiled.tiling.deferred import values
-from lt_tiled.tiling.patched import TiledPatch, Untiled, accept, decide, patch_tiled
-from lt_tiled.tiling.state import EngineNeeds, Found, Tiled
-from lt_tiled.tiling.weights import Work
+from lt_tiled.tiling.patched import TiledPatch, patch_tiled
+from lt_tiled.tiling.state import EngineNeeds
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -33,15 +28,13 @@ def tile(
     reductions: Mapping[str, Literal["sum", "mean"]] | None = None,
     compile: bool | CompileOptions = False,
 ) -> Target:
-    """Let one position-wise module, method or function run tile by tile.
+    """Let one position-wise module, or a method of a module, run tile by tile.
 
     Its results, gradients, ``state_dict`` keys and hooks do not change; only the intermediates of one tile are alive.
 
     Args:
-        target: What works position by position on hidden states ``[B, S, H]`` or ``[T, H]``. A module (an MLP, an MoE
-            block, a norm) or a module's method (``layer.feed_forward_chunk``) is tiled in place. Of any other callable,
-            a tiled one is returned; its weights are those of the modules in its closure, its arguments (of
-            ``functools.partial``) or its attributes.
+        target: What works position by position on hidden states ``[B, S, H]`` or ``[T, H]``: a module (an MLP, an MoE
+            block, a norm) or a module's method (``layer.feed_forward_chunk``). It is tiled in place.
         num_shards: This and the others are fields of :class:`~lt_tiled.Tiling`.
         tile_tokens: The most tokens of a tile.
         accumulate: The dtype in which gradients of 16-bit weights are summed.
@@ -50,11 +43,11 @@ def tile(
         compile: Whether, or with which arguments of ``torch.compile``, to compile the module's own forward.
 
     Returns:
-        The same module; or the tiled method or function, to be called in the place of the other.
+        The same module, or the tiled method.
 
     Raises:
         ValueError: If it is tiled already, or normalizes over the batch, or a value is out of bounds.
-        TypeError: If it cannot be called.
+        TypeError: If it is neither a module nor a module's method.
     """
     policy = Tiling(
         num_shards,
@@ -65,8 +58,6 @@ def tile(
         compile=compile,
     )
     owner, method = _owner(target)
-    if owner is None:
-        return TiledCallable(target, policy)  # type: ignore[return-value]
     kind = type(owner).__name__ if owner is target else f"{type(owner).__name__}.{method}"
     patch_tiled(Tileable(kind, owner, kind, method, named=True), policy, EngineNeeds(), None)
     return target if owner is target else getattr(owner, method)
@@ -76,11 +67,9 @@ def untile(target: Target) -> Target:
     """Undo :func:`tile`. Does nothing to what is not tiled.
 
     Returns:
-        The module or method as it was; of a tiled function, the function itself.
+        The module or method as it was.
     """
     owner, method = _owner(target)
-    if owner is None:
-        return target.function if isinstance(target, TiledCallable) else target  # type: ignore[return-value]
     patch = get_patch(owner, TiledPatch, method)
     if patch is not None:
         remove_patch(owner, patch)
@@ -90,49 +79,12 @@ def untile(target: Target) -> Target:
     return target if owner is target else getattr(owner, method)
 
 
-def _owner(target: Any) -> tuple[nn.Module | None, str]:
-    """Return the module whose method the target is, and the method's name; no module for other callables."""
+def _owner(target: Any) -> tuple[nn.Module, str]:
+    """Return the module whose method the target is, and the method's name."""
     if isinstance(target, nn.Module):
         return target, "forward"
     if isinstance(target, MethodType) and isinstance(target.__self__, nn.Module):
         return target.__self__, target.__name__
-    if not callable(target):
-        raise TypeError(
-            f"{target!r} is a {type(target).__name__}: pass a module, a module's method, or a function of tensors."
-        )
-    return None, ""
-
-
-class TiledCallable:
-    """A function that runs tile by tile, to be called like the function."""
-
-    def __init__(self, function: Callable[..., Any], tiling: Tiling) -> None:
-        name = getattr(function, "__name__", type(function).__name__)
-        self.function = function
-        self.patch = Tiled(Found(name, name), tiling, EngineNeeds())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = values((args, kwargs))
-        work = Work(self.function, modules_of(self.function), whole=False)
-        decision = decide(work, self.patch, args, kwargs)
-        if isinstance(decision, Untiled):
-            accept(decision, None, self.patch)
-            return self.function(*args, **kwargs)
-        return run_tiled(*decision)
-
-
-def modules_of(function: Callable[..., Any]) -> tuple[nn.Module, ...]:
-    """Return the modules that a function reaches: in its closure and globals, bound to it, or among its attributes."""
-    if isinstance(function, partial):
-        values = [*function.args, *function.keywords.values()]
-        return (*modules_of(function.func), *(v for v in values if isinstance(v, nn.Module)))
-    if isinstance(function, nn.Module):
-        return (function,)
-    if isinstance(function, MethodType):
-        return (*modules_of(function.__func__), *modules_of(function.__self__))  # type: ignore[arg-type]
-    if inspect.isfunction(function):
-        reached = inspect.getclosurevars(function)
-        values = [*reached.nonlocals.values(), *reached.globals.values()]
-    else:
-        values = list(getattr(function, "__dict__", {}).values())
-    return tuple(v for v in values if isinstance(v, nn.Module))
+    raise TypeError(
+        f"{target!r} is a {type(target).__name__}, which cannot be tiled: pass a module or a module's method."
+    )

@@ -221,7 +221,7 @@ def _is_real(made: CallWithInputs) -> bool:
     return type(made[1][0]) in (Tensor, nn.Parameter)
 
 
-def accept(untiled: Untiled, module: nn.Module | None, patch: Tiled) -> None:
+def accept(untiled: Untiled, module: nn.Module, patch: Tiled) -> None:
     """Warn that a call runs untiled, and remember it where later calls must do the same.
 
     Raises:
@@ -257,13 +257,13 @@ def accept(untiled: Untiled, module: nn.Module | None, patch: Tiled) -> None:
         _tile_below(module, patch, untiled.what)
 
 
-def _tile_below(module: nn.Module | None, patch: Tiled, reason: str) -> None:
+def _tile_below(module: nn.Module, patch: Tiled, reason: str) -> None:
     """Run a mixture of experts untiled, and its experts, below the router, in tiles.
 
     From now on, because a recompute in the backward pass, where nothing is recorded, must repeat the forward pass.
     """
     patch.learned.untiled = True
-    parts = dict(walk(module)) if module is not None else {}
+    parts = dict(walk(module))
     for path in patch.found.below:
         if get_patch(part := parts[path], TiledPatch) is None:
             below = Tileable.of_module(f"{patch.name}.{path}", part, named=patch.found.named)

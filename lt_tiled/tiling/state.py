@@ -138,7 +138,7 @@ class Owner:
 
 
 class Tiled:
-    """What was found, asked for and learned of a tiled module or function."""
+    """What was found, asked for and learned of a tiled module."""
 
     def __init__(self, found: Found, tiling: Tiling, needs: EngineNeeds, owner: Owner | None = None) -> None:
         self.found, self.tiling, self.needs, self.owner = found, tiling, needs, owner

@@ -38,7 +38,7 @@ _NO_USERS = ("torch.", "deepspeed.", "lt_tiled.", _CAPTURING)
 
 @dataclass(frozen=True)
 class Work:
-    """A position-wise function of tensors: a module's forward, a method, an MLP with its norms, any callable."""
+    """A position-wise function of tensors: a module's forward, a method, an MLP with its norms."""
 
     function: Callable[..., Any]
     modules: tuple[nn.Module, ...]

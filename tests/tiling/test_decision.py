@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Tiling, tile
+from lt_tiled import Tiling
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.tiling.patched import TiledPatch, Untiled, decide, patch_tiled
@@ -115,11 +115,3 @@ def test_what_nobody_named_stays_untiled(same_order: bool, agreed: bool) -> None
         return
     assert torch.allclose(module(x), true, atol=1e-6)
     assert patch.learned.untiled
-
-
-def test_hooks_on_a_module_of_a_tiled_function() -> None:
-    """A hook on a module that a tiled function calls sees all tokens, because the function then runs untiled."""
-    m, seen = GatedMLP(), list[int]()
-    m.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
-    tile(lambda x: m(x), num_shards=4)(randn(1, 40, H))
-    assert seen == [40]

@@ -92,18 +92,6 @@ def test_a_weight_that_is_not_registered(where: str, first: str, self_check: boo
         module(x).sum().backward()
 
 
-def test_what_a_function_does_not_hold() -> None:
-    """A tiled function whose modules or weights it does not hold itself is refused with the remedy, also if no argument
-    wants a gradient.
-    """
-    layers, weights, x = [nn.Linear(H, H)], [nn.Parameter(torch.randn(H, H))], randn(2, 24, H).detach()
-    for function in (lambda x: layers[0](x), lambda x: x @ weights[0]):
-        with pytest.raises(
-            NotPositionWiseError, match=r"depends on a tensor of .* no gradient.*pass it as an argument"
-        ):
-            tile(function, num_shards=4)(x)
-
-
 class KeepsLoss(GatedMLP):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -20,7 +19,7 @@ from lt_tiled import Tiling, prepare, tile, untile
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.meters import flops, peak_bytes
-from tests.models import Block, GatedMLP, H, TinyLM, tiny_llama
+from tests.models import Block, H, TinyLM, tiny_llama
 from tests.parity import gradients, randn, reference, step_of, worst
 
 pytestmark = pytest.mark.self_checks
@@ -85,59 +84,10 @@ def test_methods_as_targets() -> None:
         assert worst(gradients(plain, x), true) <= 1e-10
 
 
-class Holder:
-    """An object that holds a module and is no module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, x: Tensor) -> Any:
-        return self.module(x) * 2
-
-    run = __call__
-
-
-def closure(module: nn.Module) -> Any:
-    return lambda x: module(x) * 2
-
-
-CALLABLES: dict[str, Any] = {
-    "closure": closure,
-    "partial": lambda module: partial(lambda m, x: m(x) * 2, module),
-    "object": Holder,
-    "an object's method": lambda module: Holder(module).run,
-}
-
-
-@pytest.mark.parametrize("kind", CALLABLES)
-def test_tile_a_callable(kind: str) -> None:
-    """Of a function ``tile`` returns a tiled one, with the gradients of the modules that it reaches; ``untile`` gives
-    the function back.
-    """
-    module, x = GatedMLP().double(), x64()
-    function = CALLABLES[kind](module)
-    true = gradients(module, x, call=function)
-    tiled = tile(function, num_shards=4)
-    assert worst(gradients(module, x, call=tiled), true) <= 1e-10
-    assert tiled.patch.learned.largest == (48, 4)
-    assert untile(tiled) is function
-
-
-def test_what_is_no_callable() -> None:
-    """What cannot be called is refused with what can be tiled."""
-    with pytest.raises(TypeError, match="3 is a int: pass a module"):
-        tile(3)  # type: ignore[type-var]
-
-
-def test_weights_passed_as_arguments() -> None:
-    """A weight that is passed to a tiled function gets its gradient, summed over the tiles."""
-    weight, x = randn(H, H, dtype=torch.float64, seed=1), x64()
-    found = []
-    for function in (lambda x, w: F.gelu(x @ w), tile(lambda x, w: F.gelu(x @ w), num_shards=4)):
-        function(x, weight).square().sum().backward()
-        found.append((x.grad, weight.grad))
-        x.grad = weight.grad = None
-    assert all(torch.allclose(a, b, rtol=1e-10) for a, b in zip(*found, strict=True))
+def test_what_is_no_module() -> None:
+    """A function of tensors is refused with what can be tiled."""
+    with pytest.raises(TypeError, match="is a builtin_function_or_method, which cannot be tiled: pass a module or"):
+        tile(torch.tanh)
 
 
 def test_the_rest_of_the_block() -> None:
