@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -213,8 +214,13 @@ def patch_block(module: nn.Module, patch: BlockPatch) -> None:
     """Run the block with activation checkpointing.
 
     Raises:
-        ValueError: If ``select`` names no argument of the block.
+        ValueError: If ``select`` names no argument of the block, or a weight of the block has no shape yet.
     """
+    if any(is_lazy(weight) for weight in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} has a lazy module without weights: run the model on a few tokens first, or leave"
+            " the block out of ActivationCheckpointing(targets=...)."
+        )
     parameters = inspect.signature(type(module).forward).parameters
     offload = patch.offload
     if offload is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # else known in a call

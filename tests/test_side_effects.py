@@ -435,14 +435,6 @@ class Compiled(InPlace):
         self.b = torch.compile(self.b, backend="aot_eager")
 
 
-class HasLazyPart(Base):
-    """Has a part without weights, which it does not run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.LazyLinear(4)
-
-
 class Evaluates(Base):
     """Is in evaluation mode for a while."""
 
@@ -466,9 +458,9 @@ class HooksItself(Base):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [HasLazyPart, Evaluates, HooksItself, Compiled])
+@pytest.mark.parametrize("kind", [Evaluates, HooksItself, Compiled])
 def test_blocks_that_are_odd(kind: type[Base]) -> None:
-    """A part that is lazy, a training mode that changes inside of the forward pass, a hook that the block registers
+    """A training mode that changes inside of the forward pass, a hook that the block registers
     once, and a compiled part next to a buffer that changes are as they were.
     """
     torch._dynamo.reset()  # graphs of nn.Linear that other tests left save tensors in other orders

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
@@ -125,8 +126,10 @@ def parts_below(module: nn.Module) -> tuple[str, ...]:
     return (*routed, *lists, *(name for name, m in others if _widens(m)))
 
 
-def depends_on_others(part: nn.Module) -> str | None:
-    """Return why a module is not position-wise although a few tokens may not show it."""
+def cannot_be_tiled(part: nn.Module) -> str | None:
+    """Return why a module cannot run in tiles although a few tokens may not show it."""
+    if isinstance(part, torch.jit.ScriptModule):
+        return "whose compiled code computes with its own weights"
     if isinstance(part, _BatchNorm):
         return "whose statistics in training depend on all tokens"
     # Switch Transformers' expert_capacity: a router sends its experts a limited number of tokens.
@@ -140,7 +143,7 @@ def depends_on_others(part: nn.Module) -> str | None:
 def mixes_tokens(name: str, module: nn.Module) -> bool:
     """Whether the module is known to look across tokens: attention, convolutions, recurrences, batch norms, shifts."""
     shifts = nn.ConstantPad1d | nn.ConstantPad2d  # RWKV's
-    if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase | shifts) or depends_on_others(module) is not None:
+    if isinstance(module, nn.modules.conv._ConvNd | nn.RNNBase | shifts) or cannot_be_tiled(module) is not None:
         return True
     label = f"{name} {type(module).__name__}".lower()
     # A layer with attention, such as Zamba 2's AttentionDecoderLayer, also has an MLP.

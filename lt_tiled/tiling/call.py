@@ -191,9 +191,6 @@ class Call:
             if not short or len(bounds) < 2:
                 return None
         call = cls(work, patch, inputs, arguments, shape, bounds)
-        if work.is_lazy():
-            call.probe(inputs, 2)  # which gives lazy modules their weights
-            call = cls(work, patch, inputs, arguments, shape, bounds)
         call.due, call.is_short = due, is_short
         return call, inputs
 

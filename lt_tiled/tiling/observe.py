@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from lt_tiled.tiling.places import GeneratorState, changed, is_equal, same_memory, storage_of
 from lt_tiled.tiling.reach import SMALL, HeldTensor, Reachable, global_generators
-from lt_tiled.tiling.recompute import entry, version_of
+from lt_tiled.tiling.recompute import version_of
 from lt_tiled.tiling.weights import Substituted
 
 
@@ -194,7 +194,7 @@ class Observation:
         for index, held in buffers:
             if held.part not in history.changing:
                 self._copies.pop(index, None)
-            there = entry(held.holder, held.key) if held.part >= 0 else held.tensor
+            there = held.holder.get(held.key) if held.part >= 0 else held.tensor
             if isinstance(there, Tensor):
                 history.versions[held.part, held.name] = id(there), version_of(there)
             if index not in self._copies and self._changed(index):
@@ -259,7 +259,7 @@ class Observation:
         """Return what happened to a tensor that cannot be restored."""
         held = self._tensors[index]
         if held.is_weight and not (substituted and held.requires_grad):
-            there = entry(held.holder, held.key)
+            there = held.holder.get(held.key)  # held.holder[held.key] would all-gather it under ZeRO-3
             if there is not held.tensor and there is not None and not same_memory(there, held.tensor):
                 was, sharded = (type(tensor).__name__ == "DTensor" for tensor in (held.tensor, there))
                 if was == sharded:
@@ -313,7 +313,7 @@ class Observation:
     def _restore(self, after: ExitStack, replaced: Sequence[HeldTensor]) -> None:
         """Restore what was observed, and add to ``after`` what puts back what is there now."""
         for held in replaced:
-            after.callback(held.holder.__setitem__, held.key, entry(held.holder, held.key))
+            after.callback(held.holder.__setitem__, held.key, held.holder.get(held.key))
             held.holder[held.key] = held.tensor
         differs = {*changed(self._places), *(place for place in self._places if place.has_graphs)}
         before = {place: place.read() for place in differs}

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
-from lt_tiled.modules.feed_forward import Tileable, depends_on_others, feed_forward_widths, is_one_kernel, parts_below
+from lt_tiled.modules.feed_forward import Tileable, cannot_be_tiled, feed_forward_widths, is_one_kernel, parts_below
 from lt_tiled.modules.find import outermost, walk, walk_all
 from lt_tiled.modules.patch import Order, Patch, compiler, get_patch, get_patches, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
@@ -41,10 +41,8 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
         raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
     parts, norm_of = roots(module, tileable.parts), tileable.norm_of
     for below, part in (pair for root in parts for pair in walk_all(root)):
-        if reason := depends_on_others(part):
-            raise ValueError(
-                f"{name} is not position-wise: {below or 'it'} is a {type(part).__name__}, {reason}. {REMEDY}"
-            )
+        if reason := cannot_be_tiled(part):
+            raise ValueError(f"{name} cannot be tiled: {below or 'it'} is a {type(part).__name__}, {reason}. {REMEDY}")
     found = Found(
         name,
         tileable.kind,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lt_tiled.modules.patch import is_patched
 
@@ -193,16 +192,6 @@ class Large(Place):
         self.holder.update(values[""])
 
 
-class ScriptedMode(Place):
-    """The training mode of a scripted module, which is no attribute in Python."""
-
-    def read(self) -> dict[str, Any]:
-        return {"training": self.holder.training}
-
-    def set(self, name: str, value: Any) -> None:
-        self.holder.training = value
-
-
 class RequiresGrad(Place):
     """Which of some tensors require a gradient."""
 
@@ -257,7 +246,7 @@ def is_weight(value: Any) -> bool:
     """Whether a value is a parameter or a view of one, as FSDP sets for a while."""
     if not isinstance(value, Tensor):
         return False
-    return (isinstance(value, nn.Parameter) or isinstance(value._base, nn.Parameter)) and not is_lazy(value)
+    return isinstance(value, nn.Parameter) or isinstance(value._base, nn.Parameter)
 
 
 def is_array(value: Any) -> bool:

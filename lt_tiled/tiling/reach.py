@@ -16,8 +16,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import is_lazy
 
 from lt_tiled.tiling.places import (
     ATOMS,
@@ -27,7 +25,6 @@ from lt_tiled.tiling.places import (
     Large,
     Place,
     RequiresGrad,
-    ScriptedMode,
     Slots,
     changed,
     is_array,
@@ -128,20 +125,15 @@ class Reachable:
         return not changed(self.places)
 
     def _look_at_module(self, number: int, part: nn.Module) -> None:
+        if isinstance(part, torch.jit.ScriptModule):  # its state is no attribute in Python
+            return
         kind = type(part).__name__
         self._weights.append((part._parameters, tuple(part._parameters.values())))
         for key, weight in part._parameters.items():
             if weight is None:
                 continue
             self._flagged.append(weight)
-            if not is_lazy(weight):
-                self.tensors.append(HeldTensor(f"{kind}.{key}", number, part._parameters, key, weight, True))
-        if isinstance(part, torch.jit.ScriptModule):
-            self.places.append(ScriptedMode(kind, part))
-            return
-        if isinstance(part, LazyModuleMixin):  # its first call gives it weights, another class and other hooks
-            self.lasts = False
-            return
+            self.tensors.append(HeldTensor(f"{kind}.{key}", number, part._parameters, key, weight, True))
         for key, value in part.__dict__.items():
             if is_weight(value):
                 self.tensors.append(HeldTensor(f"{kind}.{key}", number, part.__dict__, key, value, True))
@@ -179,10 +171,9 @@ class Reachable:
                 self._look_into(name, value, depth - 1)
 
     def _hold(self, name: str, part: int, holder: Any, key: Any, tensor: Tensor) -> None:
-        if not is_lazy(tensor):
-            self.tensors.append(HeldTensor(name, part, holder, key, tensor, False))
-            if tensor.is_leaf:
-                self._flagged.append(tensor)
+        self.tensors.append(HeldTensor(name, part, holder, key, tensor, False))
+        if tensor.is_leaf:
+            self._flagged.append(tensor)
 
     def _look_into(self, name: str, value: Any, depth: int) -> None:
         """Record what a value holds, if anything."""

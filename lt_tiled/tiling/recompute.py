@@ -182,14 +182,6 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # no public name
 
 
-def entry(holder: Any, name: str) -> Any:
-    """Return what a module holds under a name, or ``None``. ``holder[name]`` would all-gather it under ZeRO-3."""
-    try:
-        return holder.get(name)
-    except AttributeError:  # of a ScriptModule
-        return dict(holder.items()).get(name)
-
-
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version

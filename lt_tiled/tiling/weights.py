@@ -21,13 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.patch import HOOKS, is_of
 from lt_tiled.tiling.products import SummedLinear
-from lt_tiled.tiling.recompute import entry, in_checkpoint
+from lt_tiled.tiling.recompute import in_checkpoint
 
 T = TypeVar("T")
 
@@ -67,14 +66,6 @@ class Work:
                         return type(part).__name__
         return None
 
-    def is_lazy(self) -> bool:
-        """Whether a weight takes its shape in the first call."""
-        lazy = False
-        for part in self.parts:
-            for weight in part._parameters.values():
-                lazy = lazy or (weight is not None and is_lazy(weight))
-        return lazy
-
     def recorded(self) -> Sequence[str]:
         """Return the names of what transformers records inside the modules, such as router logits.
 
@@ -111,7 +102,8 @@ class Weight:
         """Yield what holds a tensor in the weight's places now, the name there, and the tensor."""
         for owner, name in self.places:  # of which FSDP with use_orig_params=True fills two
             for holder in (owner._parameters, owner._buffers, owner.__dict__):
-                if isinstance(tensor := entry(holder, name), Tensor):
+                tensor = holder.get(name)  # holder[name] would all-gather it under ZeRO-3
+                if isinstance(tensor, Tensor):
                     yield holder, name, tensor
 
 
@@ -137,7 +129,7 @@ def trainable_weights(parts: Iterable[nn.Module]) -> list[Weight]:
 
 def weight_bytes(module: nn.Module) -> int:
     """Return the bytes of a module's weights, those of other ranks too where ZeRO-3 shards them."""
-    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters() if not is_lazy(p))
+    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters())
 
 
 class Substituted(TorchFunctionMode):

@@ -418,9 +418,6 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "the data of weights written in the forward, of which torch keeps no version": lambda case: (
         "writes into a weight's data" in case.parts
     ),
-    "a lazy module that fails in its first run: torch's error": lambda case: (
-        "nn.LazyLinear" in case.parts and ("per " in case.extra or "nn.Conv1d" in case.parts)
-    ),
     "an output that is the input itself, in inference mode": lambda case: (
         case.around == "inference mode"
         and ("nn.Dropout" in case.parts or {*case.parts} <= _SHARING or case.output == "also the input")

@@ -353,7 +353,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "nn.LayerNorm": lambda: nn.LayerNorm(H),
     "nn.RMSNorm": lambda: nn.RMSNorm(H),
     "nn.Bilinear": lambda: Twice(nn.Bilinear(H, H, H)),
-    "nn.LazyLinear": lambda: nn.LazyLinear(H),
     "nn.PReLU": nn.PReLU,
     "nn.Sequential": lambda: nn.Sequential(nn.Linear(H, 9), nn.ReLU(inplace=True), nn.Linear(9, H)),
     "nn.Dropout": lambda: nn.Dropout(0.0),

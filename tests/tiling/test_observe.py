@@ -173,35 +173,6 @@ def test_a_change_does_not_reach_the_recompute(name: str, policy: str, monkeypat
     assert worst(found[1], found[0]) < EXACT
 
 
-class LazyLast(nn.Module):
-    """Gets the weights of a part in its first call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(H, H), nn.LazyLinear(H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).sin()).sin()
-
-
-def test_lazy_weights_that_are_frozen() -> None:
-    """Weights that a part got in the forward pass may be frozen before the recompute, as without checkpointing."""
-    found = []
-    for options in ({"tiling": False}, policies("blocks", "LazyLast")):
-        torch.manual_seed(0)
-        model = nn.ModuleList([LazyLast()])
-
-        def call(x: Tensor, m: Any = model[0]) -> Any:
-            y = m(x)
-            m.b.requires_grad_(False)
-            return y
-
-        with prepare(model, **options):
-            found.append(gradients(model, randn(2, 5, H), call=call))
-    assert "0.b.weight" not in found[1]
-    assert worst(found[1], found[0]) < EXACT
-
-
 def test_a_variable_that_is_assigned() -> None:
     """A variable of a closure that has no value yet in the forward pass has none in the recompute."""
     factor: float

@@ -144,7 +144,7 @@ def test_lazy_conjugates_pass() -> None:
 def test_batch_norm_is_refused_when_it_is_patched() -> None:
     """Batch statistics depend on all tokens in training: refused at once, with the path."""
     module = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H))
-    with pytest.raises(ValueError, match=r"Sequential is not position-wise: 1 is a BatchNorm1d"):
+    with pytest.raises(ValueError, match=r"Sequential cannot be tiled: 1 is a BatchNorm1d"):
         tile(module)
 
 
