@@ -1,21 +1,21 @@
 """The packages in which Lightning is published, and what is asked about objects of any of them.
 
 NOTE [Namespaces]
-``lightning.pytorch`` and ``pytorch_lightning`` have the same code but different classes, and so do ``lightning.fabric``
-and ``lightning_fabric``. Each Trainer and each Fabric accepts only strategies of its own package. Therefore each
-strategy of lt_tiled is written once, in ``strategies/``, as a base class that inherits from no class of Lightning. Four
-modules, one per package, combine these bases with Lightning's strategies: ``trainer``, ``fabric``,
-``pytorch_lightning`` and ``lightning_fabric``. They use class statements, so that editors, pickle, ``isinstance`` and
-jsonargparse see ordinary classes. ``import lt_tiled`` imports the first two alone. A callback inherits from
-``lightning.pytorch.Callback``, which only has empty hooks, so the class for ``pytorch_lightning`` inherits from both.
-Code that receives objects of all four packages asks for their classes by name (:func:`is_a`), not with ``isinstance``.
+``lightning.pytorch`` and ``pytorch_lightning`` have the same code but different classes. Each Trainer accepts only
+strategies of its own package, and Fabric those of ``lightning.fabric``. Therefore each strategy of lt_tiled is written
+once, in ``strategies/``, as a base class that inherits from no class of Lightning. Three modules, one per package,
+combine these bases with Lightning's strategies: ``trainer``, ``fabric`` and ``pytorch_lightning``. They use class
+statements, so that editors, pickle, ``isinstance`` and jsonargparse see ordinary classes. ``import lt_tiled`` imports
+the first two alone. A callback inherits from ``lightning.pytorch.Callback``, which only has empty hooks, so the class
+for ``pytorch_lightning`` inherits from both. Code that receives objects of all packages asks for their classes by name
+(:func:`is_a`), not with ``isinstance``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
+LIGHTNING = ("lightning.", "pytorch_lightning.")
 """The beginnings of the names of Lightning's modules."""
 
 

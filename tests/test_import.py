@@ -15,7 +15,7 @@ PROGRAM = """
 import sys, lightning.pytorch, lightning.fabric  # torchmetrics loads matplotlib if it is installed
 before = set(sys.modules)
 import lt_tiled
-unwanted = ("lt_tiled.planner", "deepspeed", "transformers", "matplotlib", "pytorch_lightning", "lightning_fabric")
+unwanted = ("lt_tiled.planner", "deepspeed", "transformers", "matplotlib", "pytorch_lightning")
 print(*(name for name in sys.modules.keys() - before if name.startswith(unwanted)))
 sys.modules["deepspeed"] = None
 lt_tiled.TiledFSDPStrategy()

@@ -129,17 +129,15 @@ def in_fabric(
     mode: str,
     directory: str,
     accumulate: bool = True,
-    home: Any = lt_tiled.fabric,
-    kind: type[Any] = Fabric,
     **kwargs: Any,
 ) -> Ran:
     """Four steps on sequences whose length, and shard count, differ between the ranks, every second one under
     ``no_backward_sync``.
     """
-    fabric = kind(
+    fabric = Fabric(
         accelerator="cpu",
         devices=dist.get_world_size(),
-        strategy=strategy(home, engine, **policies(mode, directory, (5, 2)[dist.get_rank()])),
+        strategy=strategy(lt_tiled.fabric, engine, **policies(mode, directory, (5, 2)[dist.get_rank()])),
         **kwargs,
     )
     fabric.launch()

@@ -1,4 +1,4 @@
-"""``pytorch_lightning`` and ``lightning_fabric`` in the place of ``lightning``: a slice of the matrix of engines."""
+"""``pytorch_lightning`` in the place of ``lightning``: a slice of the matrix of engines."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.engines.cells import ENGINES, Look, Ran, in_fabric, in_trainer, policies, strategy
+from tests.engines.cells import ENGINES, Look, Ran, in_trainer, policies, strategy
 from tests.engines.conftest import OnRanks
 from tests.lit import Tiny, replaced, trainer
 from tests.parity import near
 
 pytorch_lightning = pytest.importorskip("pytorch_lightning")
 
-import lightning_fabric  # noqa: E402
-
-import lt_tiled.lightning_fabric  # noqa: E402
 import lt_tiled.pytorch_lightning  # noqa: E402
 
 
@@ -41,25 +38,15 @@ def in_other_trainer(engine: str, mode: str, directory: str) -> Ran:
     )
 
 
-def in_other_fabric(engine: str, mode: str, directory: str) -> Ran:
-    return in_fabric(engine, mode, directory, home=lt_tiled.lightning_fabric, kind=lightning_fabric.Fabric)
-
-
-LOOPS = {"trainer": (in_trainer, in_other_trainer), "fabric": (in_fabric, in_other_fabric)}
-
-
-@pytest.mark.table("trainer-(ddp|fsdp2|zero2)|fabric-(ddp|fsdp2|zero3)")
+@pytest.mark.table("ddp|fsdp2|zero2")
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("loop", LOOPS)
-def test_losses_are_the_untiled_ones(loop: str, engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_losses_are_the_untiled_ones(engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     """With everything on, losses and tiles are those of ``lightning``, and the model is restored."""
-    stock, other = LOOPS[loop]
-    untiled = on_ranks.once(stock, engine, "untiled", "")
-    shards = (4, 4) if loop == "trainer" else (5, 2)
-    for rank, (plain, tiled) in enumerate(zip(untiled, on_ranks(other, engine, "loss", str(tmp_path)), strict=True)):
+    untiled = on_ranks.once(in_trainer, engine, "untiled", "")
+    for plain, tiled in zip(untiled, on_ranks(in_other_trainer, engine, "loss", str(tmp_path)), strict=True):
         assert tiled.losses == near(plain.losses)
         assert tiled.val_losses == near(plain.val_losses)
-        assert tiled.tiles == [shards[rank]] * 2
+        assert tiled.tiles == [4, 4]
         assert (tiled.blocks, tiled.left) == (2, 0)
         assert tiled.disk_bytes > 0
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The strategies and callbacks for ``pytorch_lightning`` and ``lightning_fabric`` in one process."""
+"""The strategies and callbacks for ``pytorch_lightning`` in one process."""
 
 from __future__ import annotations
 
@@ -16,18 +16,12 @@ from tests.parity import near
 
 pytorch_lightning = pytest.importorskip("pytorch_lightning")
 
-import lightning_fabric  # noqa: E402
 from pytorch_lightning.cli import LightningCLI  # noqa: E402
 from pytorch_lightning.loggers import CSVLogger  # noqa: E402
 
-import lt_tiled.lightning_fabric  # noqa: E402
 import lt_tiled.pytorch_lightning  # noqa: E402
 from lt_tiled.strategies.base import TiledStrategy  # noqa: E402
 
-STOCK = {
-    "trainer": (lt_tiled, lt_tiled.pytorch_lightning, pytorch_lightning.strategies.StrategyRegistry),
-    "fabric": (lt_tiled.fabric, lt_tiled.lightning_fabric, lightning_fabric.strategies.STRATEGY_REGISTRY),
-}
 STRATEGIES = lt_tiled.fabric.__all__
 
 
@@ -49,36 +43,32 @@ class IdsModule(pytorch_lightning.LightningDataModule):
         return (batch + 1) % 32
 
 
-@pytest.mark.parametrize("loop", STOCK)
-def test_the_same_strategies(loop: str) -> None:
+def test_the_same_strategies() -> None:
     """Each strategy has the arguments of that for ``lightning``, is pickled, and is of its own package."""
-    stock, other, registry = STOCK[loop]
+    registry, known = pytorch_lightning.strategies.StrategyRegistry, lt_tiled.trainer.strategies.StrategyRegistry
     for name in STRATEGIES:
-        kind = getattr(other, name)
-        assert not issubclass(kind, getattr(stock, name))
+        kind = getattr(lt_tiled.pytorch_lightning, name)
+        assert not issubclass(kind, getattr(lt_tiled, name))
         strategy = pickle.loads(pickle.dumps(kind(tiling=4)))
         assert type(strategy) is kind
         assert isinstance(strategy, TiledStrategy)
         assert strategy.tiling == lt_tiled.Tiling(4)
     names = [name for name in registry.available_strategies() if name.startswith("tiled")]
-    known = lt_tiled.trainer.strategies.StrategyRegistry if loop == "trainer" else lt_tiled.fabric.STRATEGY_REGISTRY
     assert names == [name for name in known.available_strategies() if name.startswith("tiled")]
     for name in names:
-        assert registry[name]["strategy"].__module__ == other.__name__
+        assert registry[name]["strategy"].__module__ == "lt_tiled.pytorch_lightning"
         assert registry[name]["strategy"].__name__ == known[name]["strategy"].__name__
         assert registry[name]["init_params"] == known[name]["init_params"]
 
 
 def test_names_train() -> None:
-    """``strategy="tiled"`` trains with both, with the losses of the stock strategy."""
+    """``strategy="tiled"`` trains with the losses of the stock strategy."""
     plain, model = LitTiny(), LitTiny()
     trainer("auto", pytorch_lightning.Trainer).fit(plain)
     trainer("tiled", pytorch_lightning.Trainer).fit(model)
     assert model.losses == near(plain.losses)
     assert model.forwards_replaced == {6}
     assert replaced(model) == 0
-    fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1, strategy="tiled_ddp")
-    assert type(fabric.strategy) is lt_tiled.lightning_fabric.TiledDDPStrategy
 
 
 def test_callbacks(tmp_path: Path) -> None:
@@ -100,19 +90,6 @@ def test_callbacks(tmp_path: Path) -> None:
     assert monitor.peak > 0
     header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"lt_tiled/peak_memory", "lt_tiled/offload_disk_bytes"} <= set(header)
-
-
-def test_fabric_callback() -> None:
-    """The callbacks of ``lt_tiled`` serve Fabric of both packages."""
-    callback = lt_tiled.callbacks.TiledMLP(4)
-    fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1, callbacks=[callback])
-    module = Tiny()
-    module.configure_model()
-    model = fabric.setup(module.net, torch.optim.SGD(module.net.parameters(), 1.0))[0]
-    fabric.backward(model(Ids()[0][None]).sum())
-    assert [row.tiles for row in callback.prepared[0].report().tiled] == [4, 4]
-    callback.release()
-    assert replaced(module.net) == 0
 
 
 def test_command_line() -> None:
