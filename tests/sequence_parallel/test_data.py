@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -206,21 +205,6 @@ def test_evaluation(engine: str, request: pytest.FixtureRequest, tmp_path: Path)
     for found in both:
         assert error(found.pop("predicted"), true["predicted"]) < rounding()
         assert found == near({k: v for k, v in true.items() if k != "predicted"})
-
-
-def perplexity_of_groups(folder: str, size: int) -> float:
-    os.chdir(folder)
-    torch.manual_seed(0)
-    chosen = DDPStrategy() if size == 1 else strategy(lt_tiled, "ddp", sequence_parallel=size)
-    run = trainer(chosen, devices=dist.get_world_size())
-    return run.validate(CausalLM(LLAMA), text(), verbose=False)[0]["val_perplexity"]
-
-
-def test_perplexity_of_groups(four_ranks: World, world: World, tmp_path: Path) -> None:
-    """Two groups of two ranks have the perplexity of two ranks without sequence parallelism."""
-    assert four_ranks(perplexity_of_groups, str(tmp_path), 2) == pytest.approx(
-        2 * world(perplexity_of_groups, str(tmp_path), 1), rel=rounding()
-    )
 
 
 # What else a step may have

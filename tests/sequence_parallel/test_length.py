@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,9 +17,8 @@ from lt_tiled.sequence_parallel import forward
 from lt_tiled.sequence_parallel.groups import Groups
 from lt_tiled.sequence_parallel.region import Region
 from lt_tiled.sequence_parallel.self_check import switches
-from tests.sequence_parallel.models import CASES, VOCAB, Block, Pooled, causal, ids, no_labels, padded
+from tests.sequence_parallel.models import CASES, Block, Pooled, causal, ids, no_labels, padded
 from tests.sequence_parallel.runs import against_whole, step, worst
-from tests.sequence_parallel.test_attention import varlen_like
 from tests.world import World
 
 SWITCH = 24
@@ -150,44 +148,6 @@ def test_loss_of_the_router(
     for error, others in {2: world, 4: four_ranks}[size](balanced, architecture, given, policies):
         assert error < 1e-12
         assert max(map(abs, others)) < 1e-12
-
-
-def of_gpt_oss() -> tuple[float, int, str]:
-    """GPT-OSS, which has no sdpa, with an attention function like flash attention."""
-    from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, GptOssConfig
-    from transformers.masking_utils import flash_attention_mask
-
-    AttentionInterface.register("varlen_like", varlen_like)
-    AttentionMaskInterface.register("varlen_like", flash_attention_mask)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = GptOssConfig(
-        vocab_size=VOCAB, head_dim=8, pad_token_id=0, sliding_window=6, **sizes, **_EXPERTS, **_BALANCED
-    )
-    config._experts_implementation = "eager"
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).double()
-    model.set_attn_implementation("varlen_like")
-    return against_whole(model, padded(False)(ids(2, 37)))
-
-
-def test_loss_of_the_router_of_gpt_oss(world: World) -> None:
-    """The same for GPT-OSS, with windows and sinks."""
-    for error, exchanges, message in world(of_gpt_oss):
-        assert message == ""
-        assert exchanges == 2
-        assert error < 1e-12
-
-
-def without_jitter() -> tuple[float, int, str]:
-    model = causal("phimoe", num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.0)()
-    return against_whole(model, CASES["llama"].inputs())
-
-
-def test_jitter(world: World) -> None:
-    """PhiMoE is right where its router draws no noise in training. The noise of each token is another, as dropout's."""
-    for error, _, message in world(without_jitter):
-        assert message == ""
-        assert error < 1e-12
 
 
 # The self-check
