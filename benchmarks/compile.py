@@ -31,7 +31,7 @@ LATER = (448, 512, 320, 384, 512)
 NEAR = 1e-5
 TILES = Tiling(num_shards=4)
 RECOMPUTE = ActivationCheckpointing()
-OFFLOADED = ActivationCheckpointing(offload="cpu", min_bytes=0)
+OFFLOADED = ActivationCheckpointing(offload="cpu")
 SETTINGS: dict[str, dict[str, Any] | None] = {
     "without lt_tiled": None,
     "tiles, recompute": {"tiling": TILES, "activation_checkpointing": RECOMPUTE},

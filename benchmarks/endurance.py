@@ -73,7 +73,7 @@ def cycles(directory: str, count: int) -> list[dict[str, float]]:
 
 
 def policy(directory: str) -> ActivationCheckpointing:
-    return ActivationCheckpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
+    return ActivationCheckpointing(offload="disk", directory=directory, keep_last=0)
 
 
 def measured(run: Callable[[int], None], directory: str, count: int) -> list[dict[str, float]]:

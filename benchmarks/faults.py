@@ -49,7 +49,7 @@ class OurStore:
         from lt_tiled.offload.offloader import build_offloader
 
         self.offloader = build_offloader(
-            ActivationCheckpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0, checksum=True)
+            ActivationCheckpointing(offload="disk", directory=directory, keep_last=0, checksum=True)
         )
 
     def save(self, tensor: Tensor) -> Any:

@@ -109,10 +109,9 @@ class Setup:
         """Return the arguments of ``prepare``, or of a strategy, for a setting."""
         recompute, loss, offload, tiled = SETTINGS[setting]
         shards: Any = 4 if self.tiny else "auto"  # which tiles nothing as small as that
-        small: dict[str, Any] = {"min_bytes": 0} if self.tiny else {}
         return {
             "tiling": Tiling(shards, **tiling) if tiled else None,
-            "activation_checkpointing": ActivationCheckpointing(offload=offload, **small) if recompute else None,
+            "activation_checkpointing": ActivationCheckpointing(offload=offload) if recompute else None,
             "loss": (4 if self.tiny else True) if loss else None,
         }
 

@@ -106,7 +106,7 @@ def keep() -> list[Sheet]:
     least = measured(False, tiling=False).flops
     for offload in (None, "cpu"):
         for what in KEEPS:
-            policy = ActivationCheckpointing(keep=what, offload=offload, min_bytes=0, prefetch=1)
+            policy = ActivationCheckpointing(keep=what, offload=offload, prefetch=1)
             real, plan = measured(policy), predicted(policy)
             pairs = ((real.peak, plan.peak), (real.offloaded, plan.offloaded))
             (live, live_plan), (moved, moved_plan) = ((f"{r:,}", _near(r, p)) for r, p in pairs)

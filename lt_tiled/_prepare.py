@@ -14,7 +14,6 @@ from lt_tiled._log import inform, warn
 from lt_tiled.checkpointing import (
     BlockOffload,
     BlockPatch,
-    every_nth,
     find_checkpointable,
     patch_block,
     turn_off_own_checkpointing,
@@ -86,7 +85,6 @@ class Prepared(AbstractContextManager["Prepared"]):
         if activation_checkpointing is not None:
             find = partial(find_checkpointable, model, activation_checkpointing)
             blocks = _not_wrapped(model, _find(find, "activation_checkpointing" in defaults, missing))
-            blocks = every_nth(blocks, activation_checkpointing.every)
         if tiling is not None:
             tiled = _find(partial(find_tileable, model, tiling), "tiling" in defaults, missing)
         if missing:

@@ -1,15 +1,14 @@
 """Activation checkpointing of blocks: which blocks, which of their inputs are saved, and where they are offloaded.
 
 NOTE [What is offloaded]
-``select="auto"`` offloads a block's hidden states, its first floating-point argument of two or more dimensions, and the
-arguments of the same shape that require a gradient, such as a separate residual stream. Other values of ``select`` name
-the arguments. ``activations="all"`` offloads everything that the block saves. Of these tensors, the following stay on
-the device:
+A block's hidden states are offloaded: its first floating-point argument of two or more dimensions, and the arguments of
+the same shape that require a gradient, such as a separate residual stream. Of these tensors, the following stay on the
+device:
 
 * weights and views of weights, which stay there anyway;
 * tensors that cannot be restored from their bytes, such as subclasses, sparse, nested and quantized tensors, and views
   whose memory is mostly not theirs (``movable`` in ``offload/geometry.py``);
-* tensors smaller than ``min_bytes``, and the last ``keep_last`` ones that were saved;
+* tensors smaller than 1 MiB (``MIN_BYTES`` in ``offload/offloader.py``), and the last ``keep_last`` ones;
 * with ``offload="cpu"``, tensors for which ``cpu_budget`` has no room.
 
 A tensor that several blocks save is stored once. What a block keeps for its recompute (``keep``) goes through the same
@@ -18,9 +17,7 @@ offloader.
 
 from __future__ import annotations
 
-import inspect
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -30,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled._log import inform, warn
@@ -61,23 +57,18 @@ class BlockOffload:
     block: str  # as errors name it
     model: nn.Module  # whose weights are never offloaded
 
-    def of_inputs(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> saved_tensors_hooks:
-        """Return hooks that offload the inputs of a call that ``select`` chooses."""
-        select = self.offloader.policy.select
-        chosen = tensors if select == "auto" else _selected(module, args, kwargs, select)
-        chosen = [t for t in chosen if movable(t)]  # sparse, nested and quantized ones stay where they are
-        chosen = _hidden_states(chosen) if select == "auto" else chosen
+    def of_inputs(self, tensors: list[Tensor]) -> saved_tensors_hooks:
+        """Return hooks that offload the hidden states among the inputs of a call."""
+        # Sparse, nested and quantized tensors stay where they are.
+        chosen = _hidden_states([t for t in tensors if movable(t)])
         # A tensor without a grad_fn may be a view of a weight (detached, transposed).
-        weights = _storages(self.model) if any(t.grad_fn is None for t in chosen) else set()
+        weights = {storage_key(p) for p in self.model.parameters()} if any(t.grad_fn is None for t in chosen) else set()
         views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
-        return self.hooks(lambda tensor: view_key(tensor) in views)
-
-    def hooks(self, moves: Callable[[Tensor], bool]) -> saved_tensors_hooks:
-        """Return hooks that offload the saved tensors that can be moved and for which ``moves`` returns true."""
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
-            return self.offloader.pack(tensor, self.block) if movable(tensor) and moves(tensor) else tensor
+            is_input = movable(tensor) and view_key(tensor) in views
+            return self.offloader.pack(tensor, self.block) if is_input else tensor
 
         return saved_tensors_hooks(pack, torch.compiler.disable(self.offloader.unpack))
 
@@ -125,10 +116,6 @@ class BlockPatch(Patch):
         positional tensors through the saved-tensors hooks, and keeps all others in a closure.
         """
         offload = self.offload
-        if offload is not None and offload.offloader.policy.activations == "all":
-            weights = _storages(module)
-            with offload.hooks(lambda tensor: not _is_weight(tensor, weights)):
-                return self.inner(module, *args, **kwargs)
         tensors, arguments = split_arguments(args, kwargs)
         region = current()
         keeps = self.keeps(tensors[0].device) if tensors and (self.keep or self.chooses) else None
@@ -160,7 +147,7 @@ class BlockPatch(Patch):
 
         check = "default" if compared is None else DETERMINISM_CHECK
         # Inside the block torch's own hooks are on top of these, so these see the block's inputs and nothing else.
-        with nullcontext() if offload is None else offload.of_inputs(module, tensors, args, kwargs):
+        with nullcontext() if offload is None else offload.of_inputs(tensors):
             return checkpoint(block, *tensors, use_reentrant=False, determinism_check=check)
 
     def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
@@ -214,17 +201,13 @@ def patch_block(module: nn.Module, patch: BlockPatch) -> None:
     """Run the block with activation checkpointing.
 
     Raises:
-        ValueError: If ``select`` names no argument of the block, or a weight of the block has no shape yet.
+        ValueError: If a weight of the block has no shape yet.
     """
     if any(is_lazy(weight) for weight in module.parameters()):
         raise ValueError(
             f"{type(module).__name__} has a lazy module without weights: run the model on a few tokens first, or leave"
             " the block out of ActivationCheckpointing(targets=...)."
         )
-    parameters = inspect.signature(type(module).forward).parameters
-    offload = patch.offload
-    if offload is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):  # else known in a call
-        _check_names(module, offload.offloader.policy.select, parameters)
     set_patch(module, patch)
 
 
@@ -245,19 +228,6 @@ def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> li
             " activation_checkpointing=False."
         )
     return found
-
-
-def every_nth(blocks: list[tuple[str, nn.Module]], n: int) -> list[tuple[str, nn.Module]]:
-    """Return every n-th block of each class, beginning with the first.
-
-    Raises:
-        ValueError: If no class has n blocks.
-    """
-    kinds = [type(block) for _, block in blocks]
-    most = max(Counter(kinds).values(), default=n)
-    if n > most:
-        raise ValueError(f"every={n} is more than the {most} blocks of a class: set every={most} or less.")
-    return [block for place, block in enumerate(blocks) if kinds[:place].count(kinds[place]) % n == 0]
 
 
 def turn_off_own_checkpointing(model: nn.Module) -> list[nn.Module]:
@@ -294,35 +264,6 @@ def _hidden_states(tensors: Sequence[Tensor]) -> list[Tensor]:
     hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
     # A separate residual stream has the same shape, and other blocks share it as little.
     return [t for t in tensors if t is hidden or (hidden is not None and t.shape == hidden.shape and t.requires_grad)]
-
-
-def _selected(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], select: str | Sequence[str | int]
-) -> list[Tensor]:
-    kind, signature = type(module).__name__, inspect.signature(type(module).forward)
-    bound = signature.bind_partial(module, *args, **kwargs).arguments
-    named = {**dict.fromkeys(signature.parameters), **bound, **kwargs}
-    _check_names(module, select, named)
-    chosen = []
-    for name in select:
-        if isinstance(name, int) and not -len(args) <= name < len(args):
-            raise ValueError(
-                f"select={name}: {kind} was called with {len(args)} positional arguments: use a position below that, or"
-                " the argument's name."
-            )
-        chosen.append(args[name] if isinstance(name, int) else named[name])
-    return [leaf for leaf in pytree.tree_leaves(chosen) if isinstance(leaf, Tensor)]
-
-
-def _check_names(module: nn.Module, select: str | Sequence[str | int], known: Collection[str]) -> None:
-    for name in () if select == "auto" else select:
-        if isinstance(name, str) and name not in known:
-            arguments = ", ".join([*known][1:9])
-            raise ValueError(f"select={name!r} is no argument of {type(module).__name__}: it has {arguments}.")
-
-
-def _storages(model: nn.Module) -> set[int | None]:
-    return {storage_key(p) for p in model.parameters()}
 
 
 def _is_weight(tensor: Tensor, weights: set[int | None]) -> bool:

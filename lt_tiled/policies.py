@@ -84,8 +84,8 @@ class ActivationCheckpointing:
     """``"auto"`` (the repeated layers of the model), a class name or path glob (``model.layers.*``), or a list of
     these. In Python also a function that takes a module's path and the module and returns whether to choose it."""
     offload: Tiers | None = None
-    """Where to offload block inputs: pinned CPU memory, disk, or CPU memory first and then disk. ``None`` keeps them
-    on the device."""
+    """Where to offload block inputs of at least 1 MiB: pinned CPU memory, disk, or CPU memory first and then disk.
+    ``None`` keeps them on the device."""
     directory: str | None = None
     """A directory on the disk to use, ``~`` included, by default the system's temporary directory. No file is left in
     it."""
@@ -99,20 +99,10 @@ class ActivationCheckpointing:
     stall."""
     keep_last: int = 1
     """How many of the last blocks keep their inputs on the device, because the backward pass needs them first."""
-    min_bytes: int | str = "1MiB"
-    """Smaller tensors stay on the device."""
-    select: str | Sequence[str | int] = "auto"
-    """Which inputs of a block to offload: ``"auto"`` (the hidden states), or names and positions of its arguments."""
     checksum: bool = True
     """Verify a checksum of the data that is read from disk."""
     direct_io: bool = True
     """Bypass the page cache if the filesystem supports it."""
-    every: int = 1
-    """Recompute every n-th block of a class, beginning with the first. The others keep their activations, so that ``2``
-    recomputes half of the blocks. At most the number of blocks of the most frequent class."""
-    activations: Literal["inputs", "all"] = "inputs"
-    """``"all"`` recomputes nothing and offloads every large tensor that a block saves. Use it for models with few
-    blocks and a fast link."""
     keep: Keep | None = None
     """What a block keeps for its recompute, besides its input. ``"attention"`` keeps attention's saved tensors, and the
     recompute skips attention. ``"attention_output"`` keeps these tensors except queries, keys and values, which are
@@ -127,21 +117,9 @@ class ActivationCheckpointing:
     def __post_init__(self) -> None:
         _check_targets(self.targets)
         _check_choice("offload", self.offload, (None, *get_args(Tiers)))
-        _check_choice("activations", self.activations, ("inputs", "all"))
         _check_choice("keep", self.keep, (*get_args(Keep), None))
         check_count("prefetch", self.prefetch, "auto")
         check_count("keep_last", self.keep_last, least=0)
-        check_count("every", self.every)
-        parse_bytes(self.min_bytes, "min_bytes")
-        if self.select != "auto" and (isinstance(self.select, str) or not self.select):
-            raise ValueError(
-                f'select={self.select!r} must be "auto", or a list of names and positions of the block\'s arguments.'
-            )
-        if self.activations == "all" and self.offload is None:
-            raise ValueError("activations='all' needs a place to offload to: set offload='cpu', 'disk' or 'cpu+disk'.")
-        for name, default in (("keep", None), ("policy", None), ("every", 1)):
-            if self.activations == "all" and (value := getattr(self, name)) not in (None, default):
-                raise ValueError(f"{name}={value!r} is for a recompute, and activations='all' has none: leave one out.")
         if self.policy is not None and not callable(self.policy) and (isinstance(self.policy, str) or not self.policy):
             raise ValueError(
                 f"policy={self.policy!r} must be a function, or a list of at least one operator, as in"
@@ -154,13 +132,6 @@ class ActivationCheckpointing:
                 raise ValueError(f"{name}={value!r} has no effect with {where}")
             if value is not None and name != "directory" and parse_bytes(value, name) < 1:
                 raise ValueError(f"{name}={value!r} must be at least one byte.")
-        for name in ["disk_budget", *["cpu_budget"] * (self.offload == "cpu")]:
-            value = getattr(self, name)
-            if value is not None and parse_bytes(value, name) < parse_bytes(self.min_bytes, ""):
-                raise ValueError(
-                    f"{name}={value!r} has no room for one block input of min_bytes={self.min_bytes!r}: raise {name} or"
-                    " lower min_bytes."
-                )
         if self.directory == "":
             raise ValueError("directory='' names no directory: leave it out for the system's temporary directory.")
         if "\0" in str(self.directory):

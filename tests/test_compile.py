@@ -72,15 +72,13 @@ COMPILE: dict[str, Callable[..., Any]] = {
     "model": lambda model, backend: torch.compile(model, backend=backend),
     "model in place": compile_in_place,
 }
-OFFLOAD: dict[str, Any] = {"offload": "cpu", "min_bytes": 0, "keep_last": 0}
+OFFLOAD: dict[str, Any] = {"offload": "cpu", "keep_last": 0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "tiles": {"tiling": Tiling(num_shards=4), "activation_checkpointing": False},
     "recompute": {"tiling": None, "activation_checkpointing": True},
     "offload": {"tiling": Tiling(num_shards=4), "activation_checkpointing": ActivationCheckpointing(**OFFLOAD)},
-    "offload all": {"activation_checkpointing": ActivationCheckpointing(**OFFLOAD, activations="all")},
     "keep attention": {"activation_checkpointing": ActivationCheckpointing(keep="attention")},
     "keep output": {"activation_checkpointing": ActivationCheckpointing(**OFFLOAD, keep="attention_output")},
-    "every": {"tiling": Tiling(num_shards=4), "activation_checkpointing": ActivationCheckpointing(every=2)},
     "loss": {"tiling": None, "activation_checkpointing": False, "loss": True},
     "all": {"tiling": Tiling(num_shards=4), "activation_checkpointing": True, "loss": True},
 }

@@ -265,7 +265,7 @@ def without_and_with(
 WHERE: dict[str, Callable[[str], ActivationCheckpointing]] = {
     "flat": ActivationCheckpointing,
     "nested": lambda name: ActivationCheckpointing(["0", "1", "2", *(f"{i}.0" for i in range(3))]),
-    "offloaded": lambda name: ActivationCheckpointing(name, offload="disk", min_bytes=0, keep_last=0),
+    "offloaded": lambda name: ActivationCheckpointing(name, offload="disk", keep_last=0),
 }
 
 

@@ -27,6 +27,8 @@ IN_FLIGHT, BYTES_IN_FLIGHT = 2, 4 * 2**30
 """At most 2 tensors of together at most 4 GiB are stored at a time; a single larger tensor is stored alone. The next
 one waits for the oldest, so a slow disk costs time, not memory.
 """
+MIN_BYTES = 2**20
+"""Smaller tensors stay on the device: their transfer costs more time than their memory is worth."""
 EVENTS_MS = 0.1
 """GPU waits below this count as no stall: the two events that measure them take a few microseconds."""
 
@@ -41,7 +43,7 @@ class Offloader:
     def __init__(self, policy: ActivationCheckpointing, cpu: CPUTier | None, disk: DiskTier | None) -> None:
         self.policy, self.cpu, self.disk = policy, cpu, disk
         self._tiers = [tier for tier in (cpu, disk) if tier is not None]
-        self.min_bytes = parse_bytes(policy.min_bytes, "min_bytes")
+        self.min_bytes = MIN_BYTES
         self.prefetcher = Prefetcher(policy.prefetch)
         self.step = 0
         """Number of forward passes: incremented when a tensor is saved and none is alive."""

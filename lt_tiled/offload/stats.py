@@ -44,8 +44,7 @@ class OffloadStats:
     def describe(self, steps: int, seconds: float | None = None) -> list[str]:
         """Return lines of text about a run of ``steps`` steps, with the SSD wear if its duration is given."""
         if not self.cpu_bytes + self.disk_bytes + self.over_budget_bytes:
-            small = "inputs smaller than min_bytes and those of the last keep_last blocks"
-            return [f"nothing was offloaded: {small} stay on the device"]
+            return ["nothing was offloaded: inputs under 1 MiB, and the last keep_last ones, stay on the device"]
         per_step = max(steps, 1)
         asked = self.prefetch_hits + self.prefetch_misses
         cpu, disk = (gib(nbytes / per_step) for nbytes in (self.cpu_bytes, self.disk_bytes))

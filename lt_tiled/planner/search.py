@@ -118,8 +118,6 @@ def describe(settings: Settings) -> str:
     if settings.loss is not None:
         parts.append("tiled loss")
     parts.append("no activation checkpointing" if policy is None else "activation checkpointing")
-    if policy is not None and policy.every > 1:
-        parts[-1] += f" of one block in {policy.every}"
     if policy is not None and policy.offload is not None:
         parts.append(f"block inputs offloaded to {policy.offload} except the last {policy.keep_last}")
     if policy is not None and policy.keep is not None:

@@ -59,7 +59,7 @@ def test_offloaded_checkpointing(tmp_path: Path) -> None:
     plain, model = LitTiny(), LitTiny()
     trainer("tiled", callbacks=[]).fit(plain)
     logger = CSVLogger(tmp_path, name="logs")
-    callback = OffloadedCheckpointing(ActivationCheckpointing(offload="disk", directory=str(tmp_path), min_bytes=0))
+    callback = OffloadedCheckpointing(ActivationCheckpointing(offload="disk", directory=str(tmp_path)))
     trainer("auto", callbacks=[callback], logger=logger, log_every_n_steps=1).fit(model)
     assert model.losses == plain.losses
     assert replaced(model) == 0
@@ -69,9 +69,7 @@ def test_offloaded_checkpointing(tmp_path: Path) -> None:
 
 def test_report_of_offload(capsys: pytest.CaptureFixture[str]) -> None:
     """The table at the end tells what was offloaded per step, how it came back, and what it means for an SSD."""
-    strategy = TiledSingleDeviceStrategy(
-        tiling=4, activation_checkpointing=ActivationCheckpointing(offload="disk", min_bytes=0)
-    )
+    strategy = TiledSingleDeviceStrategy(tiling=4, activation_checkpointing=ActivationCheckpointing(offload="disk"))
     trainer(strategy, callbacks=[TilingReport()]).fit(LitTiny())
     printed = " ".join(capsys.readouterr().out.split())
     assert "offloaded per step: 0.0 MiB to CPU memory, 0.0 MiB to disk" in printed

@@ -44,7 +44,7 @@ def test_fabric(tmp_path: Path) -> None:
     """With Fabric the same figures are logged at each step of the optimizer, with the tokens that went into the model
     and the bytes that went to the disk.
     """
-    policy = ActivationCheckpointing(offload="disk", directory=str(tmp_path), min_bytes=0, keep_last=0)
+    policy = ActivationCheckpointing(offload="disk", directory=str(tmp_path), keep_last=0)
     monitor = MemoryMonitor()
     fabric = Fabric(
         accelerator="cpu",

@@ -16,7 +16,7 @@ from lt_tiled.modules.patch import Patch, get_patches
 from lt_tiled.transformers import TiledCallback
 from tests.models import tiny_llama
 
-OFFLOAD = ActivationCheckpointing(offload="cpu", min_bytes=0, keep_last=0)
+OFFLOAD = ActivationCheckpointing(offload="cpu", keep_last=0)
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 POLICIES: dict[str, Any] = {"tiling": 3, "activation_checkpointing": OFFLOAD, "loss": 4}
 

@@ -44,9 +44,7 @@ def policies(mode: str, directory: str, shards: int = 4) -> dict[str, Any]:
     """The two arguments of a strategy. The self-check runs where tiling is all there is."""
     activation_checkpointing: Any = {"untiled": None, "tiled": None, "checkpointed": True}.get(mode)
     if mode in ("disk", "loss"):
-        activation_checkpointing = ActivationCheckpointing(
-            offload="disk", directory=directory, min_bytes=0, keep_last=0
-        )
+        activation_checkpointing = ActivationCheckpointing(offload="disk", directory=directory, keep_last=0)
     return {
         "tiling": None if mode == "untiled" else Tiling(shards, self_check=mode == "tiled"),
         "activation_checkpointing": activation_checkpointing,

@@ -52,7 +52,7 @@ class Tell(pl.Callback):
 
 def trainer_of(args: argparse.Namespace, engine: str) -> pl.Trainer:
     spill = args.directory / "spill"
-    policy = ActivationCheckpointing(offload="disk", directory=str(spill), disk_budget="8MiB", min_bytes=0, keep_last=0)
+    policy = ActivationCheckpointing(offload="disk", directory=str(spill), disk_budget="8MiB", keep_last=0)
     return trainer(
         strategy(lt_tiled, engine, tiling=4, activation_checkpointing=policy),
         devices=args.devices,

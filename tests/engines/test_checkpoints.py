@@ -244,7 +244,7 @@ class Watches(LitTiny):
 
 
 def save_while_training(engine: str, directory: str) -> tuple[list[int], list[bool]]:
-    offload = ActivationCheckpointing(offload="cpu", cpu_budget="4MiB", min_bytes=0, keep_last=0)
+    offload = ActivationCheckpointing(offload="cpu", cpu_budget="4MiB", keep_last=0)
     plugins = [] if engine.startswith(("zero", "fsdp2")) else [SlowToWrite()]
     run = trainer(
         strategy(lt_tiled, engine, tiling=4, activation_checkpointing=offload),

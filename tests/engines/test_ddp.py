@@ -114,7 +114,7 @@ def ddp_offload(directory: str | None, steps: int = 20) -> tuple[list[float], li
     """Losses with accumulation and validation, the sums of the weights at the end, and the bytes that went to disk."""
     torch.manual_seed(0)
     net = TinyLM(4)
-    offload = {} if directory is None else {"offload": "disk", "directory": directory, "min_bytes": 0}
+    offload = {} if directory is None else {"offload": "disk", "directory": directory}
     with prepare(net, tiling=Tiling(3), activation_checkpointing=ActivationCheckpointing(**offload)) as prepared:
         wrapped = DistributedDataParallel(net)
         optimizer, losses = torch.optim.AdamW(wrapped.parameters(), 1e-2), []

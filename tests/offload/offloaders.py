@@ -22,7 +22,7 @@ from tests.processes import LIMIT
 
 def disk(tmp_path: Path, **fields: Any) -> Offloader:
     """Return an offloader that sends everything to a disk."""
-    fields = {"offload": "disk", "directory": str(tmp_path), "min_bytes": 0, "keep_last": 0, **fields}
+    fields = {"offload": "disk", "directory": str(tmp_path), "keep_last": 0, **fields}
     return build_offloader(ActivationCheckpointing(**fields))
 
 

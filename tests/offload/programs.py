@@ -18,7 +18,7 @@ from tests.processes import LIMIT
 
 
 def offloader(directory: str) -> Offloader:
-    return build_offloader(ActivationCheckpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0))
+    return build_offloader(ActivationCheckpointing(offload="disk", directory=directory, keep_last=0))
 
 
 def write_for_ever(directory: str) -> None:
@@ -76,7 +76,7 @@ def wait_for_a_dead_disk(directory: str) -> None:
     model, ids = TinyLM(6), torch.arange(24).view(1, 24)
     with prepare(
         model,
-        activation_checkpointing=ActivationCheckpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0),
+        activation_checkpointing=ActivationCheckpointing(offload="disk", directory=directory, keep_last=0),
     ):
         os.pwritev = lambda *_: print("waiting", flush=True) or os.read(reader, 1)
         lm_loss(model(ids), ids).backward()

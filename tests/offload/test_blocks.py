@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import ActivationCheckpointing, OffloadDiskFullError, Prepared, TiledDDPStrategy, Tiling, prepare
+from lt_tiled import ActivationCheckpointing, OffloadDiskFullError, Prepared, Tiling, prepare
 from tests.meters import LiveBytes
-from tests.models import Block, GatedMLP, H, TinyLM, lm_loss, tiny_llama
+from tests.models import Block, H, TinyLM, lm_loss, tiny_llama
 from tests.offload.faults import fail, nth_call
 from tests.offload.offloaders import unused
 from tests.parity import randn
@@ -30,12 +30,11 @@ TIERS: list[dict[str, Any]] = [
     {"offload": "cpu+disk", "cpu_budget": 4096},
     {"offload": "disk", "prefetch": 3, "keep_last": 0, "checksum": True},
     {"offload": "disk", "keep_last": 5, "direct_io": False},
-    {"offload": "disk", "activations": "all"},
 ]
 
 
 def policy(**fields: Any) -> ActivationCheckpointing:
-    return ActivationCheckpointing(min_bytes=0, **fields)
+    return ActivationCheckpointing(**fields)
 
 
 def packed_in(prepared: Prepared) -> list[tuple[str, tuple[int, ...]]]:
@@ -72,8 +71,8 @@ def train(
 
 
 @cache
-def _without(everything: bool, tiling: Tiling | None) -> tuple[list[float], list[Tensor]]:
-    return train(None if everything else ActivationCheckpointing(), tiling)[:2]
+def _without(tiling: Tiling | None) -> tuple[list[float], list[Tensor]]:
+    return train(ActivationCheckpointing(), tiling)[:2]
 
 
 @pytest.mark.table(".*-plain|{'offload': 'cpu'}-tiled")
@@ -81,7 +80,7 @@ def _without(everything: bool, tiling: Tiling | None) -> tuple[list[float], list
 @pytest.mark.parametrize("fields", TIERS, ids=str)
 def test_bit_identical(fields: dict[str, Any], tiling: Tiling | None) -> None:
     """Over 10 steps with accumulation and validation, each tier gives bit for bit the losses and weights without it."""
-    losses, weights = _without(fields.get("activations") == "all", tiling)
+    losses, weights = _without(tiling)
     offloaded, offloaded_weights, prepared = train(policy(**fields), tiling)
     assert offloaded == losses
     assert all(torch.equal(a, b) for a, b in zip(weights, offloaded_weights, strict=True))
@@ -235,63 +234,6 @@ def test_release_gives_disk_and_descriptors_back(tmp_path: Path) -> None:
     assert threading.active_count() == threads
 
 
-class TwoArguments(Block):
-    def forward(self, x: Tensor, extra: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x + extra)
-
-
-@pytest.mark.parametrize("select", [["x"], [0], ["extra"], [1], ["x", "extra"]])
-def test_select(select: list[str | int]) -> None:
-    """``select`` names inputs by name or position; results stay, and just those move."""
-    model, x = nn.ModuleList(TwoArguments() for _ in range(3)), randn(1, 8, H)
-    extras = [randn(1, 8, H, seed=i + 1) * 2 for i in range(3)]
-
-    def run(cp: ActivationCheckpointing) -> Tensor:
-        with prepare(model, activation_checkpointing=cp) as prepared:
-            y = x * 1
-            for block, extra in zip(model, extras, strict=True):
-                y = block(y, extra)
-            (gradient,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
-            moved = prepared.offloader.so_far().disk_bytes if prepared.offloader else 0
-        moves.append(moved)
-        return gradient
-
-    moves: list[int] = []
-    plain = run(ActivationCheckpointing())
-    assert torch.equal(run(policy(offload="disk", keep_last=0, select=select)), plain)
-    assert moves[1] == 3 * len(select) * 8 * H * 4
-
-
-class AnyArguments(Block):
-    def forward(self, x: Tensor, **kwargs: Tensor) -> Tensor:
-        return super().forward(x)
-
-
-def test_select_of_a_missing_argument() -> None:
-    """An argument that the block does not have is an error with its name: at setup, if the signature tells it, else in
-    the first call.
-    """
-    message = "select='hidden' is no argument of"
-    with pytest.raises(ValueError, match=message):
-        prepare(
-            model := nn.Sequential(Block(), Block()), activation_checkpointing=policy(offload="disk", select=["hidden"])
-        )
-    assert all("forward" not in vars(block) for block in model)
-    for kind, select, text in ((AnyArguments, "hidden", message), (Block, 3, "select=3: Block was .* use a position")):
-        model = nn.Sequential(kind(), kind())
-        prepared = prepare(model, activation_checkpointing=policy(offload="disk", select=[select]))
-        with prepared, pytest.raises(ValueError, match=text):
-            model(randn(1, 8, H))
-
-
-def test_select_of_a_second_model() -> None:
-    """A second model without the selected argument raises, and does not train without its policy."""
-    strategy = TiledDDPStrategy(tiling=False, activation_checkpointing=policy(offload="cpu", select=["extra"]))
-    strategy.prepared.add(nn.Sequential(TwoArguments(), TwoArguments()), strategy, 1)
-    with strategy.prepared[0], pytest.raises(ValueError, match="select='extra' is no argument of Block"):
-        strategy.prepared.add(nn.Sequential(Block(), Block()), strategy, 1)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -302,10 +244,6 @@ def test_select_of_a_second_model() -> None:
         ),
         ({"offload": "cpu", "directory": "/x"}, "directory='/x' has no effect with offload='cpu'"),
         ({"offload": "cpu", "cpu_budget": "much"}, "cpu_budget='much' is not a number of bytes"),
-        (
-            {"offload": "disk", "disk_budget": "1MB"},
-            "disk_budget='1MB' has no room for one block input of min_bytes='1MiB'",
-        ),
         ({"offload": "disk", "disk_budget": 0}, "disk_budget=0 must be at least one byte"),
         (
             {"offload": "disk", "disk_budget": "9000000TiB"},
@@ -317,8 +255,6 @@ def test_select_of_a_second_model() -> None:
         ({"offload": "disk", "directory": "a\0b"}, r"directory='a\\x00b' has a NUL byte, which no path may have"),
         ({"prefetch": 0}, "prefetch=0 must be 'auto' or an integer of at least 1"),
         ({"keep_last": -1}, "keep_last=-1 must be an integer of at least 0"),
-        ({"select": "x"}, "select='x' must be \"auto\", or a list"),
-        ({"activations": "all"}, "activations='all' needs a place to offload to"),
     ],
 )
 def test_bad_fields(fields: dict[str, Any], message: str) -> None:
@@ -344,30 +280,6 @@ def test_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (tmp_path / "scratch").mkdir()
     with prepare(TinyLM(), activation_checkpointing=policy(offload="disk", directory="~/scratch")) as prepared:
         assert prepared.offloader.disk.spill.directory == str(tmp_path / "scratch")
-
-
-def test_everything_mode_never_moves_weights() -> None:
-    """``activations="all"`` offloads the tensors that blocks save, and no weight or its transpose."""
-    model, x = nn.ModuleList([GatedMLP(), GatedMLP()]), randn(1, 32, H)
-    with prepare(model, activation_checkpointing=policy(offload="disk", activations="all", keep_last=0)) as prepared:
-        packed = packed_in(prepared)
-        model[1](model[0](x)).sum().backward()
-    assert packed
-    assert all(32 in shape for _, shape in packed)
-
-
-@pytest.mark.parametrize("fields", [{"offload": "cpu", "cpu_budget": 4096}, {"offload": "disk", "keep_last": 4}])
-def test_everything_mode_frees_graphs_without_backward(fields: dict[str, Any]) -> None:
-    """Saved outputs (of a sigmoid) form no cycle with their graph: forward passes that are dropped leak nothing."""
-    model = nn.ModuleList(nn.Sequential(nn.Linear(H, H), nn.Sigmoid()) for _ in range(5))
-    with prepare(model, activation_checkpointing=policy(activations="all", **fields)) as prepared:
-        for _ in range(3):
-            y = randn(1, 32, H)
-            for block in model:
-                y = block(y)
-            del y
-            gc.collect()
-            assert not prepared.offloader._live
 
 
 def test_offload_of_what_is_checkpointed_already_is_refused() -> None:
@@ -406,9 +318,8 @@ UNMOVABLE: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("select", ["auto", ["other", "x"], [0, 1], "all"], ids=str)
 @pytest.mark.parametrize("kind", UNMOVABLE)
-def test_what_cannot_be_moved_stays(kind: str, select: Any) -> None:
+def test_what_cannot_be_moved_stays(kind: str) -> None:
     """Sparse, nested, quantized and other tensors whose bytes are not all of them stay where they are as arguments of
     a block, and its hidden states are offloaded.
     """
@@ -431,15 +342,12 @@ def test_what_cannot_be_moved_stays(kind: str, select: Any) -> None:
 
     torch.manual_seed(0)
     model, other, x = Both(), UNMOVABLE[kind](), randn(8, H)
-    fields = {"activations": "all"} if select == "all" else {"select": select}
     (plain,) = torch.autograd.grad(model(other, x).sum(), x)
     for tier in ("disk", "cpu", "cpu+disk"):
-        with prepare(model, activation_checkpointing=policy(offload=tier, keep_last=0, **fields)) as prepared:
+        with prepare(model, activation_checkpointing=policy(offload=tier, keep_last=0)) as prepared:
             assert torch.equal(torch.autograd.grad(model(other, x).sum(), x)[0], plain)
             moved = prepared.offloader.so_far()
-        expected = x.nbytes if select != "all" else 0
-        assert moved.cpu_bytes + moved.disk_bytes >= 2 * expected
-        assert (moved.cpu_bytes + moved.disk_bytes == 2 * expected) == (select != "all")
+        assert moved.cpu_bytes + moved.disk_bytes == 2 * x.nbytes
 
 
 class OnEdges(nn.Module):
@@ -472,9 +380,8 @@ STAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]] 
 }
 
 
-@pytest.mark.parametrize("fields", [{}, {"activations": "all"}], ids=str)
 @pytest.mark.parametrize("name", STAYS)
-def test_models_whose_tensors_cannot_be_moved(name: str, fields: dict[str, Any]) -> None:
+def test_models_whose_tensors_cannot_be_moved(name: str) -> None:
     """Jagged hidden states, tensors under ``torch.func.vmap`` and sparse weights stay where they are, with the results
     without offloading.
     """
@@ -482,7 +389,7 @@ def test_models_whose_tensors_cannot_be_moved(name: str, fields: dict[str, Any])
     build, run = STAYS[name]
     model = nn.Sequential(*(build() for _ in range(3)))
     plain = run(model)
-    with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0, **fields)):
+    with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0)):
         assert torch.equal(run(model), plain)
 
 
@@ -490,8 +397,8 @@ def test_models_whose_tensors_cannot_be_moved(name: str, fields: dict[str, Any])
     "disguise", [lambda w: w, lambda w: w.t(), lambda w: w.detach(), lambda w: w.detach().t(), lambda w: w[2:]]
 )
 def test_a_weight_is_not_taken_for_an_activation(disguise: object) -> None:
-    """torchtune: a weight, its transpose, its detached alias and a part of it stay where they are, as inputs of a
-    block.
+    """torchtune: a weight, its transpose, its detached alias and a part of it stay where they are, also as the first
+    input of a block.
     """
 
     class UsesWeight(Block):
@@ -500,13 +407,12 @@ def test_a_weight_is_not_taken_for_an_activation(disguise: object) -> None:
 
     model, x = nn.ModuleList([UsesWeight(), UsesWeight()]), randn(1, 8, H) * 1
     model.shared = nn.Linear(H, H)
-    both = policy(targets="UsesWeight", offload="disk", select=["weight", "x"])
-    with prepare(model, activation_checkpointing=both) as prepared:
+    with prepare(model, activation_checkpointing=policy(targets="UsesWeight", offload="disk")) as prepared:
         packed = packed_in(prepared)
         for block in (model[0], model[1]):
             x = block(disguise(model.shared.weight), x)
         x.sum().backward()
-    assert [shape for _, shape in packed] == [(1, 8, H)] * 2
+    assert all(shape == (1, 8, H) for _, shape in packed)
 
 
 def test_keyword_hidden_states_are_found() -> None:

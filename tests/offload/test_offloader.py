@@ -39,7 +39,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     def build(offload: str = "disk", **fields: object) -> Offloader:
         if "disk" in offload:
             fields.setdefault("directory", str(tmp_path))
-        fields = {"min_bytes": 0, "keep_last": 0, **fields}
+        fields = {"keep_last": 0, **fields}
         made.append(build_offloader(ActivationCheckpointing(offload=offload, **fields)))
         return made[-1]
 
@@ -322,9 +322,10 @@ def test_several_threads(make: Make) -> None:
     assert failures == []
 
 
-def test_min_bytes_and_other_tensors_stay(make: Make) -> None:
+def test_small_and_other_tensors_stay(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors, weights and tensors that cannot be moved are returned as they are."""
-    offloader = make(min_bytes=1000)
+    monkeypatch.setattr(offloading, "MIN_BYTES", 1000)
+    offloader = make()
     for tensor in (torch.randn(10), torch.nn.Parameter(torch.randn(1000)), torch.empty(0)):
         assert offloader.pack(tensor, "block") is tensor
 

@@ -98,7 +98,7 @@ def test_two_processes_in_one_directory(scratch: Path) -> None:
     with prepare(
         model,
         activation_checkpointing=ActivationCheckpointing(
-            offload="disk", directory=str(scratch), min_bytes=0, keep_last=0, checksum=True
+            offload="disk", directory=str(scratch), keep_last=0, checksum=True
         ),
     ):
         loss = lm_loss(model(IDS), IDS)
@@ -112,7 +112,7 @@ def test_two_processes_in_one_directory(scratch: Path) -> None:
 def test_two_models_in_one_process(tmp_path: Path) -> None:
     """Two prepared models in one process and one directory train side by side, each with its own file."""
     models = [TinyLM(4), TinyLM(4)]
-    policy = ActivationCheckpointing(offload="disk", directory=str(tmp_path), min_bytes=0, keep_last=0)
+    policy = ActivationCheckpointing(offload="disk", directory=str(tmp_path), keep_last=0)
     plain = []
     for model in models:
         lm_loss(model(IDS), IDS).backward()

@@ -26,9 +26,7 @@ CPU: dict[str, Any] = {"offload": "cpu", "cpu_budget": "1GiB"}
 DISK: dict[str, Any] = {"offload": "disk"}
 BOTH: dict[str, Any] = {"offload": "cpu+disk", "cpu_budget": 16384}
 POLICIES: list[dict[str, Any]] = [
-    tier | fields
-    for tier in (CPU, DISK, BOTH)
-    for fields in ({}, {"activations": "all", "prefetch": 3}, {"keep_last": 1, "prefetch": 1})
+    tier | fields for tier in (CPU, DISK, BOTH) for fields in ({"prefetch": 3}, {"keep_last": 1, "prefetch": 1})
 ]
 
 
@@ -57,9 +55,7 @@ def train(check: StreamCheck, fields: dict[str, Any], stumble: tuple[int, ...] =
         if calls[0] in stumble:
             raise Stumbled
 
-    with prepare(
-        model, activation_checkpointing=ActivationCheckpointing(**{"min_bytes": 0, "keep_last": 0} | fields)
-    ) as prepared:
+    with prepare(model, activation_checkpointing=ActivationCheckpointing(**{"keep_last": 0} | fields)) as prepared:
         for block in model.blocks:
             block.attention.register_forward_pre_hook(count)
         check.adopt(*model.parameters())
@@ -83,7 +79,7 @@ def train(check: StreamCheck, fields: dict[str, Any], stumble: tuple[int, ...] =
 def by_hand(check: StreamCheck, fields: dict[str, Any]) -> None:
     """Offload tensors of two devices, use them on another stream than the one that loads them, and drop some early."""
     side = Stream(check, torch.device(check.kind, 0))
-    offloader = build_offloader(ActivationCheckpointing(**{"min_bytes": 0, "keep_last": 0, "prefetch": 2} | fields))
+    offloader = build_offloader(ActivationCheckpointing(**{"keep_last": 0, "prefetch": 2} | fields))
     for _ in range(3):
         tensors = [check.adopt(torch.full((2000,), float(i)), index=i % 2) * 2 for i in range(8)]
         packed = [offloader.pack(tensor, "block") for tensor in tensors]
@@ -103,7 +99,7 @@ def by_turns(check: StreamCheck, fields: dict[str, Any]) -> None:
     next one. Use some, and drop some early.
     """
     streams = [check.default[0], Stream(check, torch.device("cuda", 0))]
-    offloader = build_offloader(ActivationCheckpointing(**{"min_bytes": 0, "keep_last": 1} | fields))
+    offloader = build_offloader(ActivationCheckpointing(**{"keep_last": 1} | fields))
     for used in (5, 4, 0):
         packed: list[Any] = []
         for number in range(6):
@@ -117,7 +113,7 @@ def by_turns(check: StreamCheck, fields: dict[str, Any]) -> None:
     offloader.close()
 
 
-@pytest.mark.table(".*(activations|1GiB'}).*")
+@pytest.mark.table(".*(prefetch': 3|1GiB'}).*")
 @pytest.mark.parametrize("fields", POLICIES, ids=str)
 def test_every_two_accesses_are_ordered(fields: dict[str, Any]) -> None:
     """With each tier, copies, computation and reuse of memory are in order: accumulation, a second stream, dropped
@@ -216,7 +212,7 @@ def test_each_wait_that_is_left_out_is_found(mutation: str) -> None:
 
 def offloaded(check: StreamCheck, **fields: Any) -> tuple[Offloader, list[Any]]:
     """Store six tensors, of which nothing else is left."""
-    offloader = build_offloader(ActivationCheckpointing(**{"min_bytes": 0, "keep_last": 0} | fields))
+    offloader = build_offloader(ActivationCheckpointing(**{"keep_last": 0} | fields))
     packed = [offloader.pack(check.adopt(torch.randn(2000)) * 2, "block") for _ in range(6)]
     settle(offloader)
     return offloader, packed
@@ -258,7 +254,7 @@ def test_a_graph_that_is_captured_is_refused() -> None:
     would not run the host's part of it.
     """
     with StreamCheck() as check:
-        offloader = build_offloader(ActivationCheckpointing(min_bytes=0, **CPU))
+        offloader = build_offloader(ActivationCheckpointing(**CPU))
         packed = offloader.pack(check.adopt(torch.ones(2000)), "block")
         check.capturing = True
         with pytest.raises(OffloadError, match="captured as a CUDA graph: set offload=None"):

@@ -117,9 +117,7 @@ def test_two_tiles_stand_for_all(config: dict[str, Any], tokens: int, monkeypatc
 
 def test_offloaded_bytes() -> None:
     """A tier gets exactly the bytes of the block inputs."""
-    found = plan(
-        job(TiledSingleDeviceStrategy(activation_checkpointing=ActivationCheckpointing(offload="disk", min_bytes=0)))
-    )
+    found = plan(job(TiledSingleDeviceStrategy(activation_checkpointing=ActivationCheckpointing(offload="disk"))))
     moved = found.simulation.offloaded
     assert moved is not None
     assert moved.disk_bytes == (PLANNED["num_hidden_layers"] - 1) * 2048 * LLAMA["hidden_size"] * 4

@@ -23,10 +23,6 @@ TILES = Tiling(3, self_check=False)
 ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({"tiling": None, "activation_checkpointing": False}, {"loss": False}),
     "activation checkpointing": ({"tiling": None, "activation_checkpointing": True}, {"loss": False}),
-    "every second block": (
-        {"tiling": None, "activation_checkpointing": ActivationCheckpointing(every=2)},
-        {"loss": False},
-    ),
     "outputs of operators": (
         {"tiling": None, "activation_checkpointing": ActivationCheckpointing(policy=["aten.mm.default"])},
         {"loss": False},
@@ -34,7 +30,7 @@ ALONE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tiled": ({"tiling": TILES}, {"loss": False}),
     "tiled loss": ({"tiling": TILES}, {"loss": 3}),
     "disk": (
-        {"tiling": TILES, "activation_checkpointing": ActivationCheckpointing(offload="disk", min_bytes=0)},
+        {"tiling": TILES, "activation_checkpointing": ActivationCheckpointing(offload="disk")},
         {"loss": 3},
     ),
 }
@@ -75,7 +71,7 @@ def test_kept(keep: Any, offload: Any) -> None:
     """With what blocks keep, on the device and offloaded, live and offloaded bytes are within 2 % of a real step, and
     FLOPs within 0.01 %.
     """
-    policy = ActivationCheckpointing(keep=keep, offload=offload, min_bytes=0, prefetch=1)
+    policy = ActivationCheckpointing(keep=keep, offload=offload, prefetch=1)
     plan, real = benchmarks.keep.predicted(policy), benchmarks.keep.measured(policy)
     assert plan.peak == pytest.approx(real.peak, rel=NEAR)
     assert plan.offloaded == pytest.approx(real.offloaded, rel=NEAR)
@@ -130,9 +126,7 @@ def other(engine: str, settings: str) -> Any:
     if engine == "single":
         options, _ = ALONE[settings]
         return TiledSingleDeviceStrategy(**options)
-    disk = (
-        {"activation_checkpointing": ActivationCheckpointing(offload="disk", min_bytes=0)} if settings == "disk" else {}
-    )
+    disk = {"activation_checkpointing": ActivationCheckpointing(offload="disk")} if settings == "disk" else {}
     return made(engine, settings != "plain", **disk)
 
 

@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 ranks, output kept": (2, {"keep": "attention_output"}),
     "2 ranks, exchange kept": (2, {"keep": "exchange"}),
     "4 ranks": (4, {}),
-    "4 ranks, offloaded": (4, {"offload": "disk", "min_bytes": 0}),
+    "4 ranks, offloaded": (4, {"offload": "disk"}),
 }
 
 

@@ -36,10 +36,8 @@ class Case:
     offload: str
     keep_last: int
     prefetch: Any
-    min_bytes: int
     checksum: bool
     direct_io: bool
-    activations: str
     cpu_budget: int | None
 
 
@@ -121,9 +119,9 @@ def result(case: Case, offload: bool) -> list[Any]:
     model = Model(case).to(case.dtype)
     model.first.requires_grad_(not case.frozen)
     x = torch.randn(*case.lead, WIDTH).to(case.dtype).requires_grad_(case.wants_grad)
-    fields: dict[str, Any] = {"targets": "Block", "activations": case.activations if offload else "inputs"}
+    fields: dict[str, Any] = {"targets": "Block"}
     if offload:
-        names = ("offload", "keep_last", "prefetch", "min_bytes", "checksum", "direct_io")
+        names = ("offload", "keep_last", "prefetch", "checksum", "direct_io")
         fields |= {name: getattr(case, name) for name in names}
         fields |= {"cpu_budget": case.cpu_budget} if case.cpu_budget and "cpu" in case.offload else {}
     found: list[Any] = []
@@ -163,10 +161,8 @@ CASES = st.builds(
     offload=st.sampled_from(["cpu", "disk", "cpu+disk"]),
     keep_last=st.integers(0, 2),
     prefetch=st.sampled_from(["auto", 1, 3]),
-    min_bytes=st.sampled_from([0, 0, 100]),
     checksum=st.booleans(),
     direct_io=st.booleans(),
-    activations=st.sampled_from(["inputs", "inputs", "all"]),
     cpu_budget=st.sampled_from([None, 1, 300, 4096]),
 )
 

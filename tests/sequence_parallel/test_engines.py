@@ -76,7 +76,7 @@ class Lit(pl.LightningModule):
 
 
 def policies(mode: str, directory: str) -> dict[str, Any]:
-    offload = ActivationCheckpointing(offload="disk", directory=directory, min_bytes=0, keep_last=0)
+    offload = ActivationCheckpointing(offload="disk", directory=directory, keep_last=0)
     if mode == "plain":  # with the self-check
         return {"tiling": None, "activation_checkpointing": None, "sequence_parallel": 2}
     kept = ActivationCheckpointing(keep="attention" if mode == "kept" else None)

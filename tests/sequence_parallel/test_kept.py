@@ -21,7 +21,7 @@ from tests.world import World
 LAYERS = 3
 
 
-EVERYTHING: dict[str, Any] = {"offload": "disk", "min_bytes": 0}
+EVERYTHING: dict[str, Any] = {"offload": "disk"}
 
 
 @pytest.mark.table("llama-.*-attention|(gemma 3|packed)-.*-exchange|(llama|hand-written)-.*-attention_output")

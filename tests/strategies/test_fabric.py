@@ -116,7 +116,7 @@ def test_offload(tmp_path: Path) -> None:
     checkpointing.
     """
     plain, _, _ = train(TiledSingleDeviceStrategy(tiling=None))
-    policy = {"offload": "disk", "directory": str(tmp_path), "min_bytes": 0}
+    policy = {"offload": "disk", "directory": str(tmp_path)}
     by_strategy, _, fabric = train(
         TiledSingleDeviceStrategy(tiling=None, activation_checkpointing=ActivationCheckpointing(**policy))
     )

@@ -76,7 +76,7 @@ def test_callbacks(tmp_path: Path) -> None:
     home, data, model = lt_tiled.pytorch_lightning, IdsModule(), LitTiny()
     finder = home.SequenceLengthFinder(start=8, limit=24, granule=8)
     monitor, report = home.MemoryMonitor(), home.TilingReport()
-    offload = lt_tiled.ActivationCheckpointing(offload="disk", min_bytes=0, keep_last=0)
+    offload = lt_tiled.ActivationCheckpointing(offload="disk", keep_last=0)
     callbacks = [home.TiledMLP(4), home.OffloadedCheckpointing(offload), finder, monitor, report]
     assert all(isinstance(callback, pytorch_lightning.Callback) for callback in callbacks)
     logger = CSVLogger(str(tmp_path))

@@ -289,7 +289,7 @@ def test_offload_through_a_strategy(tmp_path: Path) -> None:
     before.
     """
     (tmp_path / "scratch").mkdir()
-    offload = ActivationCheckpointing(offload="disk", directory=str(tmp_path / "scratch"), min_bytes=0)
+    offload = ActivationCheckpointing(offload="disk", directory=str(tmp_path / "scratch"))
     losses, logs = [], []
     for policy in (True, offload):
         model, logger = LitTiny(), pl.loggers.CSVLogger(tmp_path, name=f"run {len(losses)}")
@@ -307,7 +307,7 @@ def test_figures_of_micro_batches_are_logged_together(tmp_path: Path) -> None:
     """With accumulation there is one row for each optimizer step, with the bytes of all its micro-batches, where
     Lightning's rows are.
     """
-    logger, policy = pl.loggers.CSVLogger(tmp_path), ActivationCheckpointing(offload="disk", min_bytes=0)
+    logger, policy = pl.loggers.CSVLogger(tmp_path), ActivationCheckpointing(offload="disk")
     options = {"log_every_n_steps": 1, "accumulate_grad_batches": 2, "max_steps": 2}
     trainer(tiled(activation_checkpointing=policy), logger=logger, **options).fit(LitTiny())
     rows = [(float(row["step"]), float(row["lt_tiled/offload_disk_bytes"])) for row in logged(logger.log_dir)]

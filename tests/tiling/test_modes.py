@@ -29,7 +29,7 @@ COMPILERS = [
 @contextmanager
 def tiled(model: nn.Module) -> Iterator[nn.Module]:
     """A model with all features, in tiles of a few tokens."""
-    offloaded = ActivationCheckpointing(offload="cpu", min_bytes=0, keep_last=0)
+    offloaded = ActivationCheckpointing(offload="cpu", keep_last=0)
     with prepare(model, tiling=Tiling(tile_tokens=16), activation_checkpointing=offloaded, loss=3):
         yield model
 
