@@ -31,8 +31,8 @@ class Tiling:
     """Which modules run tile by tile, and how.
 
     Raises:
-        ValueError: If a count is not positive, both counts are given, a choice (``accumulate``, a reduction) is
-            unknown, ``targets`` is empty, or ``torch.compile`` rejects the arguments in ``compile``.
+        ValueError: If a count is not positive, both counts are given, ``accumulate`` is unknown, ``targets``
+            is empty, or ``torch.compile`` rejects the arguments in ``compile``.
     """
 
     num_shards: int | Literal["auto"] = "auto"
@@ -50,9 +50,6 @@ class Tiling:
     self_check: bool = True
     """Run a few tokens of the first tiled input with and without tiles, and raise an error if outputs or gradients
     differ."""
-    reductions: Mapping[str, Literal["sum", "mean"]] | None = None
-    """How to combine the tiles' values of outputs that are not per token, by name (``"[1]"``, ``"['aux']"``).
-    ``"mean"`` weights each tile by its tokens. Without an entry such an output raises an error."""
     compile: bool | CompileOptions = False
     """Compile the module's own forward, which tiles run: ``True``, or arguments of ``torch.compile`` such as
     ``{mode: max-autotune}``."""
@@ -66,8 +63,6 @@ class Tiling:
                 " one."
             )
         _check_choice("accumulate", self.accumulate, ("float32", "param"))
-        for name, reduction in (self.reductions or {}).items():
-            _check_choice(f"reductions[{name!r}]", reduction, ("sum", "mean"))
         _check_compile(self.compile)
         _check_targets(self.targets, also="; to tile only the loss, pass tiling=False and loss=True")
 

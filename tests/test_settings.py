@@ -24,7 +24,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
             "accumulate": "param",
             "self_check": False,
             "compile": {"dynamic": True},
-            "reductions": {"x": "sum"},
         },
         {"tile_tokens": 512},
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
@@ -25,7 +25,6 @@ def tile(
     tile_tokens: int | None = None,
     accumulate: Literal["float32", "param"] = "float32",
     self_check: bool = True,
-    reductions: Mapping[str, Literal["sum", "mean"]] | None = None,
     compile: bool | CompileOptions = False,
 ) -> Target:
     """Let one position-wise module, or a method of a module, run tile by tile.
@@ -39,7 +38,6 @@ def tile(
         tile_tokens: The most tokens of a tile.
         accumulate: The dtype in which gradients of 16-bit weights are summed.
         self_check: Whether to compare a few tokens with and without tiles in the first call.
-        reductions: How to combine outputs that are not per token.
         compile: Whether, or with which arguments of ``torch.compile``, to compile the module's own forward.
 
     Returns:
@@ -54,7 +52,6 @@ def tile(
         tile_tokens,
         accumulate=accumulate,
         self_check=self_check,
-        reductions=reductions,
         compile=compile,
     )
     owner, method = _owner(target)

@@ -15,15 +15,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.layout import (
-    Bounds,
-    OutputLayout,
-    TokenShape,
-    compare_outputs,
-    describe_output,
-    tile_bounds,
-    whole_output,
-)
+from lt_tiled.tiling.layout import Bounds, TokenShape, tile_bounds
 from lt_tiled.tiling.observe import is_recomputing
 from lt_tiled.tiling.recompute import (
     Due,
@@ -232,11 +224,6 @@ class Call:
         """Run the work on the tensors of a tile as it sees them."""
         return self.arguments.call(self.work.function, tensors)
 
-    def probe(self, inputs: Sequence[Tensor], tokens: int) -> Any:
-        """Run the first tokens without a graph, and leave the random generators as they were."""
-        with torch.no_grad(), random_state_kept(self.device), SavedCounter():
-            return self.run_tile(self.cut(self.flat(inputs), slice(0, tokens)))
-
     def signature(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Return shape and dtype of the output, from a run of two tokens that is made once.
 
@@ -257,7 +244,8 @@ class Call:
                 start = RandomState.now(self.device)
                 output = self.run_tile(self.cut(flat, slice(0, few)))
                 repeatable = start.same_as(RandomState.now(self.device))
-            one = repeatable and describe_output(output, self.shape, few) is not None
+            lead = self.shape.tile_lead(few)
+            one = repeatable and isinstance(output, Tensor) and output.shape[: len(lead)] == lead
             known[key] = (output.shape[len(self.shape.lead) :], output.dtype) if one else None
         found = known[key]
         return None if found is None else ((*self.shape.lead, *found[0]), found[1])
@@ -289,22 +277,6 @@ class Call:
     def cut(self, flat: Sequence[Tensor], index: slice | Tensor) -> list[Tensor]:
         """Return the tokens at ``index`` of each per-token argument, and the other arguments in full."""
         return [t[index] if per_token else t for t, per_token in zip(flat, self.per_token, strict=True)]
-
-    def layout_of(self, output: Any, inputs: Sequence[Tensor], tokens: int) -> OutputLayout:
-        """Return how outputs like this one go together: from its shape, or from runs on two and on three tokens."""
-        layout = describe_output(output, self.shape, tokens)
-        if layout is not None:
-            return layout
-        if len(self.bounds) == 1:
-            return whole_output(output, self.patch.name)
-        leaves, tree = pytree.tree_flatten(output)
-        kinds = tuple(leaf.dim() if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-        key = (self.work.key, tree, kinds, len(self.shape.lead))
-        layouts, reductions = self.patch.learned.layouts, self.patch.tiling.reductions
-        if key not in layouts:
-            outputs = self.probe(inputs, 2), self.probe(inputs, 3)
-            layouts[key] = compare_outputs(outputs, (2, 3), self.shape, reductions, self.patch.name)
-        return layouts[key]
 
 
 def _switches(part: nn.Module) -> tuple[Hashable, ...]:

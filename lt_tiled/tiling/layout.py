@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -156,102 +156,35 @@ class TokenShape:
         return tuple(self.lead) if tokens == self.tokens else (1,) * (len(self.lead) - 1) + (tokens,)
 
 
-Kind = Literal["tokens", "flat", "sum", "mean", "constant"]
-
-
 @dataclass(frozen=True)
 class OutputLayout:
-    """What the module returns: the tree, and for each leaf how the tiles' values are put together."""
+    """What the module returns: a tree of per-token tensors."""
 
     tree: pytree.TreeSpec
-    kinds: tuple[Kind, ...]
-    names: tuple[str, ...]
+    flat: tuple[bool, ...]
+    """Of each tensor, whether it is ``[tokens, ...]`` for hidden states ``[B, S, H]``, as of a router."""
 
 
-def describe_output(output: Any, shape: TokenShape, tokens: int) -> OutputLayout | None:
-    """Return the layout of a tile's output if it is one tensor, whose shape alone shows it, else ``None``."""
-    if isinstance(output, Tensor) and output.shape[: len(shape.lead)] == shape.tile_lead(tokens):
-        return OutputLayout(pytree.tree_structure(output), ("tokens",), ("",))
-    return None
-
-
-def compare_outputs(
-    outputs: tuple[Any, Any],
-    sizes: tuple[int, int],
-    shape: TokenShape,
-    reductions: Mapping[str, str] | None,
-    module: str,
-) -> OutputLayout:
-    """Find each leaf's layout from the outputs for two numbers of tokens: what grows with the tokens is per token.
+def describe_output(output: Any, shape: TokenShape, tokens: int, module: str) -> OutputLayout:
+    """Return the layout of the output of a tile with this number of tokens.
 
     Raises:
-        NotPositionWiseError: If a leaf is not per token and ``reductions`` has no entry for it.
+        NotPositionWiseError: If it returns something that has not one entry for each token.
     """
-    (few, tree), (many, other_tree) = (_flatten_named(output) for output in outputs)
-    if tree != other_tree:
-        raise NotPositionWiseError(
-            f"{module}: its output has another structure for {sizes[0]} tokens than for {sizes[1]}, so it cannot be"
-            f" tiled. {REMEDY}"
-        )
-
-    def kind_of(name: str, leaves: tuple[Any, Any]) -> Kind:
-        where, first = f"{module}: output {name or 'value'}", leaves[0]
-        if all(isinstance(leaf, Tensor) for leaf in leaves):
-            if all(t.shape[: len(shape.lead)] == shape.tile_lead(n) for t, n in zip(leaves, sizes, strict=True)):
-                return "tokens"
-            if all(t.dim() > 0 and t.shape[0] == n for t, n in zip(leaves, sizes, strict=True)):
-                return "flat"
-            reduction = (reductions or {}).get(name)
-            if reduction is None:
-                raise NotPositionWiseError(
-                    f"{where} of shape {list(first.shape)} is not per token, so it would change with the tiles. Do not"
-                    f' tile this module, or say how to combine it: reductions={{"{name}": "sum"}} or "mean".'
-                )
-            return "sum" if reduction == "sum" else "mean"
-        if _is_constant(first, where):
-            if first != leaves[1]:
-                raise NotPositionWiseError(
-                    f"{where} is {first!r} for {sizes[0]} tokens and {leaves[1]!r} for {sizes[1]}, so tiles cannot be"
-                    f" combined. {REMEDY}"
-                )
-            return "constant"
-        raise NotPositionWiseError(f"{where} is a tensor in one call and none in another. {REMEDY}")
-
-    kinds = tuple(kind_of(name, (a, b)) for (name, a), (_, b) in zip(few, many, strict=True))
-    return OutputLayout(tree, kinds, tuple(name for name, _ in few))
-
-
-def whole_output(output: Any, module: str) -> OutputLayout:
-    """Return the layout of the output of a call in one tile, which is the output itself.
-
-    Raises:
-        NotPositionWiseError: If it has a leaf that is no tensor and no number or text.
-    """
-    named, tree = _flatten_named(output)
-    kinds: list[Kind] = [  # the sum over one tile is the tile's own value
-        "constant" if _is_constant(leaf, f"{module}: output {name or 'value'}") else "sum" for name, leaf in named
-    ]
-    return OutputLayout(tree, tuple(kinds), tuple(name for name, _ in named))
-
-
-def _is_constant(leaf: Any, where: str) -> bool:
-    if isinstance(leaf, Tensor):
-        return False
-    if leaf is None or isinstance(leaf, bool | int | float | str):
-        return True
-    raise NotPositionWiseError(
-        f"{where} is of type {type(leaf).__name__}. Outputs must be tensors, or containers of them that torch can"
-        f" flatten. {REMEDY}"
-    )
-
-
-def _flatten_named(output: Any) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
-    try:
-        leaves, tree = pytree.tree_flatten_with_path(output)
-    except ValueError:  # a container that torch can flatten but not name
-        plain, tree = pytree.tree_flatten(output)
-        return [(f"[{index}]", leaf) for index, leaf in enumerate(plain)], tree
-    return [(pytree.keystr(path), leaf) for path, leaf in leaves], tree
+    leaves, tree = pytree.tree_flatten(output)
+    flat: list[bool] = []
+    for index, leaf in enumerate(leaves):
+        is_tensor = isinstance(leaf, Tensor)
+        if is_tensor and leaf.shape[: len(shape.lead)] == shape.tile_lead(tokens):
+            flat.append(False)
+        elif is_tensor and leaf.shape[:1] == (tokens,):
+            flat.append(True)
+        else:
+            what = f"of shape {list(leaf.shape)}" if is_tensor else f"a {type(leaf).__name__}"
+            raise NotPositionWiseError(
+                f"{module}: output {index} ({what}) is not per token, so it would change with the tiles. {REMEDY}"
+            )
+    return OutputLayout(tree, tuple(flat))
 
 
 class OutputAssembly:
@@ -259,70 +192,38 @@ class OutputAssembly:
 
     def __init__(self, layout: OutputLayout, shape: TokenShape, bounds: Sequence[Bounds], module: str) -> None:
         self.layout, self.shape, self.bounds, self.module = layout, shape, bounds, module
-        self.leaves: list[Any] = []
+        self.leaves: list[Tensor] = []
         self._places: list[Sequence[Tensor]] = []
         """Of each leaf, where the tiles' values go."""
-        self._one: Sequence[Tensor] | None = None
-        """The same of an output that is one tensor per token."""
 
     def add(self, output: Any, index: int) -> None:
         """Put the output of the tile with that index in its place."""
-        if self._one is not None and isinstance(output, Tensor) and output.shape == (place := self._one[index]).shape:
-            place.copy_(output)
-            return
-        leaves = leaves_of(output, self.layout)
-        if leaves is None:
-            raise NotPositionWiseError(
-                f"{self.module}: its output changes its structure from tile to tile, so it cannot be tiled. {REMEDY}"
-            )
+        leaves, tree = pytree.tree_flatten(output)
         if not self.leaves:
-            self.leaves = [self._allocate(leaf, kind) for leaf, kind in zip(leaves, self.layout.kinds, strict=True)]
-            self._places = [
-                tile_views(whole, kind, self.shape, self.bounds)
-                for whole, kind in zip(self.leaves, self.layout.kinds, strict=True)
-            ]
-            self._one = self._places[0] if self.layout.kinds == ("tokens",) and self.layout.tree.is_leaf() else None
-        for places, leaf, kind, name in zip(self._places, leaves, self.layout.kinds, self.layout.names, strict=True):
-            place = places[index]
-            if isinstance(leaf, Tensor) == (kind == "constant"):
-                raise NotPositionWiseError(
-                    f"{self.module}: output {name or 'value'} is a tensor in one call and none in another. {REMEDY}"
-                )
-            if kind == "tokens" or kind == "flat":
-                if leaf.shape != place.shape:
-                    raise NotPositionWiseError(
-                        f"{self.module}: output {name or 'value'} is not per token: {list(leaf.shape)} for"
-                        f" {sizes_of(self.bounds)[index]} tokens. {REMEDY}"
-                    )
-                place.copy_(leaf)
-            elif kind == "sum":
-                place.add_(leaf)
-            elif kind == "mean":
-                place.add_(leaf, alpha=sizes_of(self.bounds)[index] / self.shape.tokens)
+            self._allocate(leaves)
+        places = [tiles[index] for tiles in self._places]
+        shapes = [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
+        if tree != self.layout.tree or shapes != [place.shape for place in places]:
+            raise NotPositionWiseError(
+                f"{self.module}: the structure or the shapes of its output change from tile to tile, so it cannot be"
+                f" tiled. {REMEDY}"
+            )
+        for place, leaf in zip(places, leaves, strict=True):
+            place.copy_(leaf)
 
-    def _allocate(self, leaf: Any, kind: Kind) -> Any:
+    def _allocate(self, leaves: Sequence[Tensor]) -> None:
         # In the final shape, not as a view of another one: what a custom Function returns may be changed in place only
         # if it is no view.
-        if kind == "tokens":
-            return leaf.new_empty(*self.shape.lead, *leaf.shape[len(self.shape.lead) :])
-        if kind == "flat":
-            return leaf.new_empty(self.shape.tokens, *leaf.shape[1:])
-        return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
+        for leaf, flat in zip(leaves, self.layout.flat, strict=True):
+            lead = (self.shape.tokens,) if flat else self.shape.lead
+            whole = leaf.new_empty(*lead, *leaf.shape[1 if flat else len(lead) :])
+            self.leaves.append(whole)
+            self._places.append(tile_views(whole, flat, self.shape, self.bounds))
 
 
-def leaves_of(output: Any, layout: OutputLayout) -> list[Any] | None:
-    """Return the leaves of an output, or ``None`` if its structure is another one."""
-    if isinstance(output, Tensor):
-        return [output] if layout.tree.is_leaf() else None
-    leaves, tree = pytree.tree_flatten(output)
-    return leaves if tree == layout.tree else None
-
-
-def tile_views(whole: Any, kind: Kind, shape: TokenShape, bounds: Sequence[Bounds]) -> Sequence[Any]:
+def tile_views(whole: Tensor, flat: bool, shape: TokenShape, bounds: Sequence[Bounds]) -> Sequence[Tensor]:
     """Return for each tile its part of an output or of its gradient, in the shape of the tile's output."""
-    if kind == "tokens":
-        return shape.tiles(whole, bounds)
-    return whole.split(sizes_of(bounds)) if kind == "flat" else [whole] * len(bounds)
+    return whole.split(sizes_of(bounds)) if flat else shape.tiles(whole, bounds)
 
 
 def gradients_of_tiles(
@@ -330,9 +231,6 @@ def gradients_of_tiles(
 ) -> list[Iterable[Tensor | None]]:
     """Return for each leaf of an output the gradients of the tiles, given that of the whole."""
     found: list[Iterable[Tensor | None]] = []
-    for whole, kind in zip(gradients, layout.kinds, strict=True):
-        views: Iterable[Any] = repeat(None) if whole is None else tile_views(whole, kind, shape, bounds)
-        if whole is not None and kind == "mean":
-            views = (g * (n / shape.tokens) for g, n in zip(views, sizes_of(bounds), strict=True))
-        found.append(views)
+    for whole, flat in zip(gradients, layout.flat, strict=True):
+        found.append(repeat(None) if whole is None else tile_views(whole, flat, shape, bounds))
     return found

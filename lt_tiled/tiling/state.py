@@ -11,7 +11,7 @@ from torch import nn
 
 from lt_tiled._log import inform
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.layout import Bounds, OutputLayout
+from lt_tiled.tiling.layout import Bounds
 from lt_tiled.tiling.observe import History
 from lt_tiled.tiling.recompute import CallCounter
 
@@ -54,7 +54,6 @@ class Learned:
     """The keys of works that are not tiled together with a neighbor."""
     alone: set[Hashable] = field(default_factory=set)
     """The keys of neighbors that ran alone, because something else, such as a hook, used their output first."""
-    layouts: dict[Hashable, OutputLayout] = field(default_factory=dict)
     signatures: dict[Hashable, Any] = field(default_factory=dict)
     """Trailing shape and dtype of an output that is one tensor, where no random numbers are drawn; else ``None``."""
     histories: dict[Hashable, History] = field(default_factory=lambda: defaultdict(History))

@@ -17,7 +17,7 @@ from lt_tiled.tiling import weights
 from lt_tiled.tiling.call import Call
 from lt_tiled.tiling.compiled import LeavesInPlace, compiled
 from lt_tiled.tiling.graph import check_closed, kept_tensors
-from lt_tiled.tiling.layout import OutputAssembly, OutputLayout, each_tile, gradients_of_tiles
+from lt_tiled.tiling.layout import OutputAssembly, OutputLayout, describe_output, each_tile, gradients_of_tiles
 from lt_tiled.tiling.observe import Observation, is_recomputing, restored
 from lt_tiled.tiling.recompute import (
     RandomState,
@@ -77,7 +77,7 @@ class TiledCall(Call):
                 counts = False
                 if assembly is None:
                     low, high = self.bounds[0]
-                    layout = self.layout_of(output, inputs, high - low)
+                    layout = describe_output(output, self.shape, high - low, self.patch.name)
                     assembly = OutputAssembly(layout, self.shape, self.bounds, self.patch.name)
                     if modules is not None:
                         samples = samples_of(list(inputs)), samples_of(output)
