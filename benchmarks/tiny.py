@@ -134,12 +134,24 @@ def _layers(defaults: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+_MAMBA = {"mamba_d_state": 4, "mamba_dt_rank": 4, "num_key_value_heads": 4}
+_REFUSED: dict[str, dict[str, Any]] = {
+    "jamba": {**_MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2},
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 16, "num_hidden_layers": 3},
+    "zamba": {
+        **{**_MAMBA, "n_mamba_heads": 2, "attention_head_dim": 16, "num_hidden_layers": 3},
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    },
+}
+"""Fields of models whose layers with a state are refused, by their ``model_type``."""
+
+
 def tiny_model(model_type: str) -> nn.Module:
     """Return a small causal model in float64 with random weights, without dropout or jitter, in training mode."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    if model_type in (*HYBRIDS, "jamba", "recurrent_gemma", "zamba"):  # the last three are refused
-        return hybrid(model_type)
+    if model_type in (*HYBRIDS, *_REFUSED):
+        return hybrid(model_type, **_REFUSED.get(model_type, {}))
     config = tiny_config(CONFIG_MAPPING[model_type])
     for part in (config, config.get_text_config()):
         part._experts_implementation = "eager"
