@@ -21,14 +21,13 @@ from lt_tiled.modules.patch import is_of
 from lt_tiled.namespaces import LIGHTNING
 
 
-def run_step(strategy: Strategy, module: LightningModule, batch: Any, optimizer: Any, zero_grad: bool = True) -> Tensor:
+def run_step(strategy: Strategy, module: LightningModule, batch: Any, optimizer: Any) -> Tensor:
     """Run the forward and the backward pass of a step on a strategy's engine, and return the loss.
 
-    With ``zero_grad``, gradients are set to zero after the forward pass, as in Lightning. The optimizer does not step.
+    Gradients are set to zero after the forward pass, as in Lightning. The optimizer does not step.
     """
     loss = training_loss(strategy.training_step, module, batch)
-    if zero_grad:
-        optimizer.zero_grad()
+    optimizer.zero_grad()
     strategy.backward(loss, optimizer)
     return loss
 

@@ -1,10 +1,9 @@
 """Compare one training step without and with lt_tiled: the same weights, data, randomness, precision and engine.
 
 NOTE [What is compared]
-An engine sets up a copy of the model once. Its steps run with lt_tiled's patches turned off, and turned on, forced to
-several tiles. Before each forward pass an :class:`Observation` restores buffers, attributes and generators, so two
-passes give twice the gradients of one: that is how gradient accumulation is compared, and how a step is found that does
-not repeat. The optimizer of the run changes no weight.
+An engine sets up a copy of the model once. A step runs with lt_tiled's patches turned off, and turned on, forced to
+several tiles. Before each forward pass an :class:`Observation` restores buffers, attributes and generators. The
+optimizer of the run changes no weight.
 It can put gradients in the place of weights: the full state dict, which every engine can gather, then has them under
 the names of the weights. DeepSpeed has a function for that. The same step of a plain copy in higher precision, without
 engine and patches, shows the rounding of both.

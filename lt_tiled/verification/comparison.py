@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.checkpointing import BlockPatch
-from lt_tiled.loss.transformers import HeadPatch
+from lt_tiled.loss.logits import HeadPatch
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.policies import check_count
@@ -27,7 +27,7 @@ from lt_tiled.tiling.places import is_equal
 from lt_tiled.tiling.recompute import random_state_kept
 from lt_tiled.training_step.ranks import raising_on_all
 from lt_tiled.training_step.step import first_batch, shape_of, with_length
-from lt_tiled.verification.result import EVALUATION, LOSS, Differences, Verification, listed, norm_of, worst
+from lt_tiled.verification.result import EVALUATION, LOSS, Differences, Verification, listed, norm_of
 from lt_tiled.verification.steps import (
     EngineSteps,
     GradientReader,
@@ -91,7 +91,7 @@ def run_verify(
     seq: int = 256,
     reference: bool = True,
 ) -> Verification:
-    """Compare a training step of a configuration without and with lt_tiled: loss, gradients, FLOPs, memory and time.
+    """Compare a training step of a configuration without and with lt_tiled: loss, gradients, FLOPs and memory.
 
     Args:
         trainer: The arguments of the Trainer, with their objects.
@@ -203,8 +203,6 @@ class Comparison(Callback):
         prefix = "model." if isinstance(self.module, ModuleWithStep) else ""
         differences = Differences(_eps(self.trainer, trained), gradients, prefix)
         rows = differences.rows(untiled.values, tiled.values, reference, names)
-        accumulated = worst(differences.rows(untiled.accumulated, tiled.accumulated, reference, gradients))
-        repeated = worst(differences.rows(untiled.values, untiled.accumulated, {}, gradients))
         tiles = [(path.removeprefix(prefix), count) for path, count in tiles_of(trained)]
         precision, strategy = self.trainer.precision, type(self.trainer.strategy).__name__
         dtype = str(_reference_dtype(trained)).removeprefix("torch.")
@@ -213,11 +211,10 @@ class Comparison(Callback):
             reference=f"a step in {dtype}" if reference else "the untiled step",
             untiled=untiled.figures,
             tiled=tiled.figures,
-            rows=(*rows, replace(accumulated, path=f"two micro-batches: {accumulated.path}")),
+            rows=rows,
             tiles=max((count for _, count in tiles), default=None),
             not_tiled=listed([path for path, count in tiles if count < 2], [path for path, _ in tiles]),
             draws=steps.draws,
-            unrepeated=None if repeated.passed else repeated,
         )
 
 

@@ -34,8 +34,6 @@ class Step:
     flops: int
     peak: int
     """The peak of the bytes that the step allocates."""
-    seconds: float
-    """The duration of the forward and backward pass."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,6 @@ class Verification:
     """Modules that were to be tiled and ran in one tile, or not at all."""
     draws: bool = False
     """Whether a step without dropout draws random numbers, which tiles draw in another order."""
-    unrepeated: Row | None = None
-    """The largest difference between two untiled steps, if they are not the same."""
 
     @property
     def worst(self) -> Row:
@@ -85,7 +81,7 @@ class Verification:
     @property
     def verdict(self) -> str:
         """One line: pass or fail, why, and what to do next."""
-        row, unrepeated = self.worst, self.unrepeated
+        row = self.worst
         figures = f"error {row.tiled:.1e} of {row.allowed:.1e} allowed"
         if self.passed:
             note = f"; not tiled, so not verified: {', '.join(self.not_tiled)}" if self.not_tiled else ""
@@ -99,11 +95,6 @@ class Verification:
             remedy = "the untiled step is as far off: compare with it (reference=False), or verify in 64-true"
         if self.draws:
             remedy = "the step draws random numbers without dropout, which tiles draw in another order: turn that off"
-        if unrepeated:
-            remedy = (
-                f"two untiled steps differ by {unrepeated.tiled:.1e} in {unrepeated.path}: they read what steps change"
-                " and what is not restored between them, such as iterators, files or the clock"
-            )
         return f"fail: {row.path}, {figures}: {remedy}"
 
     def table(self) -> Table:
@@ -123,7 +114,6 @@ class Verification:
             ("gradient norm", lambda step: f"{step.norm:.6g}"),
             ("FLOPs", lambda step: f"{step.flops:.3e}"),
             ("peak memory", lambda step: gib(step.peak)),
-            ("time", lambda step: f"{step.seconds:.3f} s"),
         ):
             table.add_row(name, show(self.untiled), show(self.tiled))
         table.add_row("tiles", "1", str(self.tiles or "none"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
-from lt_tiled.memory import PeakMemory, provides
+from lt_tiled.memory import PeakMemory
 from lt_tiled.modules.find import plain_name, unwrapped, walk
 from lt_tiled.modules.patch import turned_off
 from lt_tiled.namespaces import is_a
@@ -76,11 +75,9 @@ def make_comparable(module: LightningModule) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the steps of an engine gave."""
+    """What a step of an engine gave."""
 
     values: dict[str, Tensor]
-    accumulated: dict[str, Tensor]
-    """The values of two passes with the same batch, with the mean of their gradients."""
     figures: Step
 
 
@@ -97,61 +94,56 @@ class EngineSteps:
         """Whether a step so far drew random numbers."""
 
     def measure(self) -> Measured:
-        """Run three steps: one to compare, one for FLOPs and memory, one of two passes. Evaluate the loss at last."""
-        values, _ = self._step()
+        """Run a step to compare, and it again for FLOPs and memory. Evaluate the loss at last."""
+        values = self._step()
         flops, peak = self._count()
-        accumulated, seconds = self._step(passes=2)
         norm = norm_of(values, [name for name in values if name not in self.buffers and name != LOSS])
-        figures = Step(float(values[LOSS]), norm, flops, peak, seconds)
+        figures = Step(float(values[LOSS]), norm, flops, peak)
         values[EVALUATION] = self.evaluate(self.strategy.training_step, self.module, self.batch, self.state)
-        return Measured(values, accumulated, figures)
+        return Measured(values, figures)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full weights by name, on the CPU; while the optimizer reads gradients, these."""
         return full_state(self.trainer.model if self.deepspeed is None else self.module)
 
     def _count(self) -> tuple[int, int]:
-        """Run a step and return its FLOPs, and the peak of the bytes that it allocates."""
+        """Run the step and return its FLOPs, and the peak of the bytes that it allocates."""
         from lt_tiled.planner.ledger import Ledger
 
         memory = PeakMemory(self.device)
         memory.reset()
         base = memory.read()
         with Ledger(only=self.device.type) as counted:
-            self._step(read=False)
+            self._optimizer_step(self._run)
+        self.optimizer.zero_grad()
         return counted.flops, memory.read() - base if memory.counts else counted.peak
 
-    def _step(self, passes: int = 1, read: bool = True) -> tuple[dict[str, Tensor], float]:
-        """Run a step of some passes. Return its values, with mean gradients, and the seconds of the last pass."""
-        loss, seconds, gradients = torch.tensor(0.0), 0.0, dict[str, Tensor]()
+    def _step(self) -> dict[str, Tensor]:
+        """Run the step and return its loss, its full gradients, and the buffers after it."""
+        loss, gradients = torch.tensor(0.0), dict[str, Tensor]()
 
         def closure() -> Tensor:
-            nonlocal loss, seconds, gradients
-            for index in range(passes):
-                loss, seconds = self._pass(first=index == 0, last=index == passes - 1)
-            if read and self.deepspeed is not None:
+            nonlocal loss, gradients
+            loss = self._run()
+            if self.deepspeed is not None:
                 gradients = deepspeed_gradients(self.deepspeed, self.module)
             return loss
 
         self._optimizer_step(closure)
-        if read and self.deepspeed is None:
+        if self.deepspeed is None:
             gradients = without_untrained(self.module, self.reader.read(self.weights))
         self.optimizer.zero_grad()
-        means = {name: gradient / passes for name, gradient in gradients.items()}
-        return self.values(self.module, loss, means) if read else {}, seconds
+        return self.values(self.module, loss, gradients)
 
-    def _pass(self, first: bool, last: bool) -> tuple[Tensor, float]:
-        """Run a forward and a backward pass from the recorded state, and return the loss and the seconds."""
-        with random_state_kept(self.device):  # each pass draws what the others draw
+    def _run(self) -> Tensor:
+        """Run the forward and the backward pass from the recorded state, and return the loss."""
+        with random_state_kept(self.device):  # each step draws what the others draw
             self.state.undo()
+            before = RandomState.now(self.device)
             batch = copy.deepcopy(self.batch)  # which steps may change
-            if self.deepspeed is not None:
-                self.deepspeed.set_gradient_accumulation_boundary(last)
-            before, start = RandomState.now(self.device), self._now()
-            loss = run_step(self.strategy, self.module, batch, self.optimizer, zero_grad=first)
-            seconds = self._now() - start
-            self.draws |= self.state.drew or not before.same_as(RandomState.now(self.device))
-        return loss, seconds
+            loss = run_step(self.strategy, self.module, batch, self.optimizer)
+            self.draws |= not before.same_as(RandomState.now(self.device))
+        return loss
 
     def _optimizer_step(self, closure: Callable[[], Tensor]) -> None:
         """Step until the optimizer does: a gradient scaler leaves out steps until its scale fits."""
@@ -180,11 +172,6 @@ class EngineSteps:
             raise ValueError(f"The step fails {where}: {type(error).__name__}: {error}") from error
         mean: Tensor = self.strategy.reduce(loss.clone())
         return mean.cpu()
-
-    def _now(self) -> float:
-        if provides(self.device, "synchronize"):
-            torch.get_device_module(self.device).synchronize()
-        return time.perf_counter()
 
 
 def reference_values(
