@@ -25,7 +25,6 @@ from benchmarks.step_time import interleaved
 FEW, MANY = 64, 256
 HIDDEN, TOKENS = 16, 4
 """The tile: 4 tokens of an MLP of 16 x 48."""
-OTHER_SKIP = "lt_tiled, last projection of another class than nn.Linear"
 BARE = "nothing but tiles of three dimensions"
 
 
@@ -57,7 +56,7 @@ def host(peers: list[Peer], rounds: int = 25) -> list[Sheet]:
     title = f"host time of a tile, forward and backward: a Llama MLP of {HIDDEN} x {3 * HIDDEN}, {TOKENS} tokens a tile"
     headings = ["", f"{FEW} tiles [µs]", f"{MANY} tiles [µs]", "one tile more [µs]", "relative to lt_tiled"]
     sheet = Sheet("host", title, headings)
-    names = [*(peer.name for peer in peers if peer.tile is not None), BARE, OTHER_SKIP]
+    names = [*(peer.name for peer in peers if peer.tile is not None), BARE]
     variants: dict[str, Callable[[], float]] = {}
     for name in names:
         try:
@@ -75,7 +74,7 @@ def host(peers: list[Peer], rounds: int = 25) -> list[Sheet]:
         torch.set_num_threads(threads)
     found = {name: per_tile(times, name) for name in names if f"{name} {FEW}" in variants}
     for name, (few, many, more) in found.items():
-        others = [figures[2] for other, figures in found.items() if other not in (name, BARE, OTHER_SKIP)]
+        others = [figures[2] for other, figures in found.items() if other not in (name, BARE)]
         least = more <= min(others) if others and name != BARE else None
         ratio = f"{more / found['lt_tiled'][2]:.2f}"
         sheet.add(name, f"{few:.0f}", f"{many:.0f}", Cell(f"{more:.0f}", least), ratio)
@@ -98,9 +97,6 @@ def step_of(name: str, tiles: int, device: torch.device | str = "cpu") -> Callab
     """Return a function that runs one forward and backward in so many tiles and returns its seconds."""
     torch.manual_seed(0)
     mlp = LlamaMLP(LlamaConfig(hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_attention_heads=1)).to(device)
-    if name == OTHER_SKIP:
-        mlp.down_proj.__class__ = type("Projection", (torch.nn.Linear,), {})
-        name = "lt_tiled"
     if name == BARE:
         mlp.forward = partial(_Tiles.apply, mlp.forward, tiles)  # type: ignore[method-assign]
     else:

@@ -54,7 +54,7 @@ class Architecture:
     """Relative, in float64; more where the model computes a part in float32 whatever its weights are."""
     more_flops: str = ""
     """Why tiling adds FLOPs to a step with activation checkpointing, where it does: mostly because the recompute of a
-    block needs the output of its MLP ("it"), which is then computed once more.
+    block needs the output of its MLP ("it"), which is then computed once more, or its last projection is.
     """
 
     def build(self, dtype: torch.dtype = torch.float64, experts: str = "eager") -> nn.Module:
@@ -213,6 +213,7 @@ _CROSS = {"hidden_size": H, "intermediate_size": WIDE, "num_hidden_layers": 2, "
 _CROSS |= {"attention_heads": HEADS, "image_size": 64, "patch_size": 8, "max_num_tiles": 1, "vision_output_dim": 2 * H}
 _CROSS |= {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}
 _MLLAMA |= {"vision_config": _CROSS}
+_LAST = "it does not end in an `nn.Linear`"
 _POST_NORM = "the norm of the sum with the residual reads it"
 _LAYER_SCALE = "the gradient of its scale, which is no module, reads it"
 
@@ -228,7 +229,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma 3": Architecture(
         "Gemma3ForCausalLM", "Gemma3TextConfig", _SIZES, {"model.layers.*.mlp": "Gemma3MLP"}, error=1e-6
     ),
-    "GPT-2": Architecture("GPT2LMHeadModel", "GPT2Config", _GPT2, {"transformer.h.*.mlp": "GPT2MLP"}),
+    "GPT-2": Architecture("GPT2LMHeadModel", "GPT2Config", _GPT2, {"transformer.h.*.mlp": "GPT2MLP"}, more_flops=_LAST),
     "GPT-J": Architecture(
         "GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 4}, {"transformer.h.*.mlp": "GPTJMLP"}, error=1e-6
     ),
@@ -240,13 +241,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         "FalconConfig",
         {name: value for name, value in _SIZES.items() if name != "head_dim"} | {"ffn_hidden_size": WIDE},
         {"transformer.h.*.mlp": "FalconMLP"},
+        more_flops=_LAST,
     ),
-    "BLOOM": _causal("Bloom", "BloomMLP", "transformer.h.*.mlp", n_head=HEADS, n_layer=2),
+    "BLOOM": _causal("Bloom", "BloomMLP", "transformer.h.*.mlp", more_flops=_LAST, n_head=HEADS, n_layer=2),
     "MPT": Architecture(
         "MptForCausalLM",
         "MptConfig",
         {"vocab_size": VOCAB, "d_model": H, "n_heads": 1, "n_layers": 2, "max_seq_len": LENGTH},
         {"transformer.blocks.*.ffn": "MptMLP"},
+        more_flops=_LAST,
     ),
     "OLMo 2": _causal("Olmo2", "Olmo2MLP"),
     "GLM-4": _causal("Glm4", "Glm4MLP"),
@@ -265,6 +268,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {**_SIZES, **_DEEPSEEK},
         {"model.layers.*.mlp": "DeepseekV3MLP, DeepseekV3MoE"},
         error=1e-6,
+        more_flops=_LAST,
     ),
     "OLMoE": _causal("Olmoe", "OlmoeSparseMoeBlock", **_EXPERTS),
     "Granite MoE": _causal("GraniteMoe", "GraniteMoeMoE", "model.layers.*.block_sparse_moe", **_EXPERTS),
@@ -273,12 +277,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Llama4TextConfig",
         {**_SIZES, **_EXPERTS, "intermediate_size_mlp": WIDE, "interleave_moe_layer_step": 2},
         {"model.layers.*.feed_forward": "Llama4TextMLP, Llama4TextMoe"},
+        more_flops=_LAST,
     ),
     "T5": Architecture(
         "T5ForConditionalGeneration",
         "T5Config",
         _T5,
         {f"{stack}.block.*.layer.*": "T5LayerFF" for stack in ("encoder", "decoder")},
+        more_flops=_LAST,
     ),
     "BART": Architecture("BartForConditionalGeneration", "BartConfig", _BART, {}),
     "BERT": Architecture(
@@ -360,7 +366,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         more_flops="the Mamba layer after it reads it",
         **_ZAMBA_2,
     ),
-    "Falcon H1": _causal("FalconH1", "FalconH1MLP", "model.layers.*.feed_forward", mamba_d_ssm=64, **_MAMBA_2),
+    "Falcon H1": _causal(
+        "FalconH1", "FalconH1MLP", "model.layers.*.feed_forward", more_flops=_LAST, mamba_d_ssm=64, **_MAMBA_2
+    ),
     "Qwen 3-Next": _causal("Qwen3Next", "Qwen3NextSparseMoeBlock", **_EXPERTS, **_QWEN3_NEXT, error=1e-6),
     "Granite 4 (hybrid)": Architecture(
         "GraniteMoeHybridForCausalLM",
@@ -409,6 +417,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ESM": _masked(
         "Esm",
         {"esm.encoder.layer.*.feed_forward_chunk": "EsmLayer.feed_forward_chunk"},
+        _LAST,
         mask_token_id=2,
         position_embedding_type="rotary",
     ),

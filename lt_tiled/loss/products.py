@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lt_tiled.tiling.recompute import Precision, SavedCounter
+from lt_tiled.tiling.recompute import PlainSavedTensors, Precision
 from lt_tiled.tiling.weights import GradientSum, adds_in_product, differentiate, sum_dtype
 
 Head = Callable[[Tensor, Sequence[Tensor]], Tensor]
@@ -96,7 +96,7 @@ class GraphTile:
         """Return the logits ``[t, V]`` of hidden states ``[t, H]``, which may be overwritten."""
         rows = rows.detach().requires_grad_(self._wants_rows)
         self._inputs = [*([rows] if self._wants_rows else []), *(s.leaf for s in self._sums)]
-        with torch.set_grad_enabled(bool(self._inputs)), SavedCounter():
+        with torch.set_grad_enabled(bool(self._inputs)), PlainSavedTensors():
             logits = self._head(rows.view_as(rows), self._leaves)
         # Not the logits themselves, so that their memory is freed before the gradient's is used.
         self._output = torch.autograd.graph.get_gradient_edge(logits) if self._inputs else None

@@ -19,9 +19,9 @@ from lt_tiled.tiling.layout import Bounds, TokenShape, tile_bounds
 from lt_tiled.tiling.observe import is_recomputing
 from lt_tiled.tiling.recompute import (
     Due,
+    PlainSavedTensors,
     Precision,
     RandomState,
-    SavedCounter,
     hidden_from_modes,
     never,
     random_state_kept,
@@ -237,7 +237,7 @@ class Call:
         key, known = (self.key, tuple(t.dtype for t in inputs)), self.patch.learned.signatures
         if key not in known:
             few = min(2, self.shape.tokens) or 2  # none would not show whether random numbers are drawn
-            with hidden_from_modes(inputs[0]), random_state_kept(self.device), torch.no_grad(), SavedCounter():
+            with hidden_from_modes(inputs[0]), random_state_kept(self.device), torch.no_grad(), PlainSavedTensors():
                 flat = self.flat(inputs)
                 if self.shape.tokens == 0:
                     flat = [t.new_zeros(2, *t.shape[1:]) if p else t for t, p in zip(flat, self.per_token, strict=True)]

@@ -28,9 +28,6 @@ class LeavesInPlace:
         leaves: What stands for each of them.
     """
 
-    skipped: bool | None = None
-    """As of ``Substituted``."""
-
     def __init__(self, weights: Sequence[Weight], leaves: Sequence[Tensor]) -> None:
         self._weights, self._leaves = weights, leaves
         self._replaced: list[tuple[Any, str, Tensor]] = []

@@ -132,23 +132,16 @@ class Precision:
         return nullcontext() if self.dtype is None else torch.autocast(self.kind, enabled=False)
 
 
-class SavedCounter(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the saved tensors of a graph. As the innermost pair of hooks it also hides a tile from an offloader."""
+class PlainSavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Hides the saved tensors of a graph from other hooks, such as those of an offloader."""
 
     def __init__(self) -> None:
-        self.count = 0
+        super().__init__(_without_graph, lambda packed: packed)
 
-        def pack(tensor: Tensor) -> Tensor:
-            self.count += 1
-            # An output that its own node holds through a hook would keep the node alive if no backward pass runs.
-            return tensor if tensor.is_leaf else tensor.detach()
 
-        super().__init__(pack, lambda packed: packed)
-
-    def innermost(self) -> bool:
-        """Whether no other pair of hooks was entered since, which would save tensors uncounted."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return hooks is not None and hooks[0] is self.pack_hook
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Return what is saved: an output that its own node holds through a hook would keep the node alive."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def saves_elsewhere() -> bool:

@@ -22,8 +22,8 @@ from lt_tiled.tiling.layout import TokenShape, describe_output
 from lt_tiled.tiling.observe import History, Observation
 from lt_tiled.tiling.recompute import (
     TOLERANCE,
+    PlainSavedTensors,
     RandomState,
-    SavedCounter,
     hidden_from_modes,
     random_state_kept,
     version_of,
@@ -57,7 +57,7 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
     before = _observed(call)
     try:
         # An activation checkpoint around it would count what its graphs save, and keep what it computes.
-        with hidden_from_modes(inputs[0]), SavedCounter(), random_state_kept(call.device):
+        with hidden_from_modes(inputs[0]), PlainSavedTensors(), random_state_kept(call.device):
             check = _Check(call, inputs)
             check.run_whole(before)
             # One tile cannot differ from the untiled call, but runs again in the backward pass.

@@ -1,22 +1,16 @@
 """Leaving out the last projection of a recomputed tile.
 
 NOTE [What the recompute leaves out]
-The backward pass of a matrix product reads its inputs and not its output. So once the graph of a recomputed tile has
-saved its last tensor, no value that follows is needed: a matrix product then returns a stand-in without memory, and
-autograd still links its node. The number of saved tensors is counted in the first forward pass with a graph. The
-skip is given up, and the tile recomputed in full, where a value after it would be read: by the host, by an existing
-tensor, by a custom autograd Function, by other saved-tensor hooks or by hooks on the output.
-
-Most often the last projection is a linear module whose output the tile returns as it is. Then there is nothing to
-count: :class:`LastLinear` returns a tensor without a value that notes any use, and the two products of the module's
-backward pass are computed without a node of autograd. This halves the host's time for a tile (``python -m benchmarks
---only host``), because :class:`LastProjectionSkip` sees every operator. That one saves FLOPs where the last projection
-is no such module, as in GPT-2, Falcon, T5 and DeepSeek V3.
+The backward pass of a matrix product reads its inputs and not its output. So where a tile returns the output of a
+linear module as it is, the recompute does not compute it. :class:`LastLinear` returns a tensor without a value that
+notes any use, and the two products of the module's backward pass are computed without a node of autograd. The first
+forward pass with a graph finds the module. The skip is given up, and the tile recomputed in full, where the value is
+used or something else is returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,85 +18,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lt_tiled.tiling.recompute import Precision, SavedCounter
+from lt_tiled.tiling.recompute import Precision
 from lt_tiled.tiling.weights import GradientSum, Substituted, Work
-
-aten = torch.ops.aten
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-_OUT_OF_GRAPH = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class CannotSkip(Exception):
     """The value of the last projection is read, or would be computed in another way."""
 
 
-class LastProjectionSkip(TorchDispatchMode):
-    """Does not compute a matrix product whose value no backward pass reads; see the note above.
-
-    Args:
-        saved: How many tensors the graph saves.
-        pairs: Each tensor and what is to be seen in its place.
-    """
-
-    def __init__(self, saved: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        super().__init__()
-        self.substituted = Substituted(pairs)
-        self.saved = saved
-
-    def __enter__(self) -> LastProjectionSkip:
-        self.counter = SavedCounter()
-        self.skipped = self.seen = False
-        self.products: list[Tensor] = []
-        """The stand-ins. A sum may be written to them, as in Llama 4's mixture."""
-        self.counter.__enter__()
-        super().__enter__()
-        self.substituted.__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.substituted.__exit__(*exc)
-        super().__exit__(*exc)
-        self.counter.__exit__(*exc)
-
-    def end(self) -> None:
-        """Substitute nothing any more."""
-        self.substituted.end()
-
-    def check(self, outputs: Iterable[Any]) -> None:
-        """Raise if a skipped value was or can be read.
-
-        Raises:
-            CannotSkip: If the graph saved more than was known, or a hook on an output may read it later.
-        """
-        read = any(isinstance(t, Tensor) and hooked(t) for t in outputs)
-        if self.skipped and (self.seen or read or self.counter.count != self.saved):
-            raise CannotSkip
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Gradients are off inside a custom Function.
-        ours = self.counter.count >= self.saved and torch.is_grad_enabled() and self.counter.innermost()
-        if ours and func in _PRODUCTS:
-            left, right = args[-2:]
-            if not (is_traceable_wrapper_subclass(left) or is_traceable_wrapper_subclass(right)):
-                self.skipped = True
-                product = left.new_zeros(()).expand(*left.shape[:-1], right.shape[-1])
-                self.products.append(product)
-                return product
-        if ours and func is aten.add_.Tensor and any(args[0] is product for product in self.products):
-            return args[0]
-        escapes = func is aten.detach.default or func._schema.is_mutable or _OUT_OF_GRAPH.intersection(func.tags)
-        if self.skipped and (escapes or not ours):
-            self.seen = True  # the module's own code may catch the exception
-            raise CannotSkip
-        return func(*args, **(kwargs or {}))
-
-
 def hooked(tensor: Tensor) -> bool:
     """Whether a hook on a tensor's gradient may read its value."""
     # The hooks of register_multi_grad_hook (FlopCounterMode, FSDP2) wait for the gradient and read no value.
     return any(hook.__module__ != "torch.autograd.graph" for hook in (tensor._backward_hooks or {}).values())
+
+
+_GETTERS: Any = torch._C.TensorBase
+_READS = {_GETTERS.requires_grad.__get__, _GETTERS.grad_fn.__get__, Tensor.register_hook}
+"""What hooks of torch (FlopCounterMode, FSDP2) ask of an output, none of which is its value."""
 
 
 class NotesLinear(Substituted):
@@ -114,7 +48,7 @@ class NotesLinear(Substituted):
         result = super().__torch_function__(func, types, args, kwargs)
         if func is F.linear and len(args) == 3:  # as nn.Linear calls it
             self.last = args[1], result
-        elif self.last is not None and any(value is self.last[1] for value in args):
+        elif self.last is not None and func not in _READS and any(value is self.last[1] for value in args):
             dropped = func is F.dropout and result is self.last[1]  # in evaluation it returns its input
             self.last = self.last if dropped else None
         return result
@@ -136,7 +70,6 @@ class LastLinear(Substituted):
         linear: The module.
         own: The gradient sums of its weight and bias; ``None`` for one that is absent or frozen.
         dtype: Autocast's, where it is enabled.
-        sums: As of :class:`Substituted`.
     """
 
     def __init__(
@@ -145,17 +78,16 @@ class LastLinear(Substituted):
         linear: nn.Linear,
         own: tuple[GradientSum | None, GradientSum | None],
         dtype: torch.dtype | None,
-        sums: Mapping[int, GradientSum],
     ) -> None:
-        super().__init__(pairs, sums)
-        self._linears[id(linear.weight)] = self._left_out
-        self._bias = linear.bias
+        super().__init__(pairs)
+        self.unread, self._bias = linear.weight, linear.bias
         weight = self._instead(id(linear.weight), linear.weight).detach()  # that of the forward pass
         self._sums, self._dtype, self._weight = own, dtype, weight if dtype is None else weight.to(dtype)
         self._trains = any(total is not None for total in own)
         self._stand_ins: dict[Any, _StandIn] = {}
         """Shared by tiles of one size: making one takes a node of autograd."""
         self.skipped = False
+        """Whether the projection was left out of the tile that runs."""
         self._input: Tensor = weight
         self._edge: Any = None
         """Where the input's graph ends. An edge, because the code may change the input in place afterwards."""
@@ -167,12 +99,11 @@ class LastLinear(Substituted):
         super().end()
         self._edge = None
 
-    def _left_out(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Return what stands for the output of the projection."""
-        if bias is not self._bias:
-            return self._with_product(input, weight, bias) if id(weight) in self._products else None
-        if self._output is not None and self.skipped:
-            self._output.read = True  # the module's own code may catch the exception
+    def left_out(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Return what stands for the output of the projection, once for each tile."""
+        if bias is not self._bias or (self._output is not None and self.skipped):
+            if self._output is not None:
+                self._output.read = True  # the module's own code may catch the exception
             raise CannotSkip
         self.skipped, self._input, self._version = True, input, input._version
         if input.requires_grad:

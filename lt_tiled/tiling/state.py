@@ -60,10 +60,8 @@ class Learned:
     """What observations of each work showed."""
     runs: dict[Hashable, CallCounter] = field(default_factory=lambda: defaultdict(CallCounter))
     """How often each module ran."""
-    saved: dict[Hashable, int | None] = field(default_factory=dict)
-    """How many tensors the graph of a tile saves; ``None`` where the last projection cannot be skipped."""
-    last: dict[Hashable, int] = field(default_factory=dict)
-    """Which part of the work is the last projection of a tile, where the tile returns its output as it is."""
+    last: dict[Hashable, int | None] = field(default_factory=dict)
+    """Which part of the work is the last projection of a tile, if the tile returns its output as it is."""
     compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
     """The compiled functions of works."""
     untiled: bool = False

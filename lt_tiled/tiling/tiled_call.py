@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -13,15 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from lt_tiled.tiling import weights
 from lt_tiled.tiling.call import Call
 from lt_tiled.tiling.compiled import LeavesInPlace, compiled
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import OutputAssembly, OutputLayout, describe_output, each_tile, gradients_of_tiles
 from lt_tiled.tiling.observe import Observation, is_recomputing, restored
 from lt_tiled.tiling.recompute import (
+    PlainSavedTensors,
     RandomState,
-    SavedCounter,
     differ,
     hidden_from_checkpoints,
     hidden_from_modes,
@@ -30,7 +30,7 @@ from lt_tiled.tiling.recompute import (
     samples_of,
     saves_elsewhere,
 )
-from lt_tiled.tiling.skip import CannotSkip, LastLinear, LastProjectionSkip, NotesLinear
+from lt_tiled.tiling.skip import CannotSkip, LastLinear, NotesLinear
 from lt_tiled.tiling.weights import GradientSum, Substituted, check_leaves, differentiate, paired, substituted
 
 
@@ -60,7 +60,7 @@ class TiledCall(Call):
 
         Args:
             inputs: The tensors of the call's arguments.
-            learn: Whether a backward pass may follow: count once what a tile's graph saves.
+            learn: Whether a backward pass may follow: learn once what a tile's last projection is.
             observed: What the modules held when the call was made, if that was earlier.
 
         Returns:
@@ -68,13 +68,14 @@ class TiledCall(Call):
         """
         start, modules = RandomState.now(self.device), (observed or self.observe()) if learn else None
         samples = list[Tensor](), list[Tensor]()
-        counts = learn and not self.compiles and self.key not in self.patch.learned.saved
+        learns = learn and not self.compiles and self.key not in self.patch.learned.last
         assembly: OutputAssembly | None = None
-        # The counter hides graphs that the work makes for itself from an activation checkpoint around it.
-        with torch.no_grad(), self.autocast.context(), SavedCounter():
+        # Graphs that the work makes for itself are hidden from an activation checkpoint around it.
+        run = self.runner()
+        with torch.no_grad(), self.autocast.context(), PlainSavedTensors():
             for index, tile in each_tile(enumerate(self.tiles([t.detach() for t in inputs]))):
-                output = self._count_saved(inputs) if counts else self.run(tile)
-                counts = False
+                output = self._find_last(inputs) if learns else run(tile)
+                learns = False
                 if assembly is None:
                     low, high = self.bounds[0]
                     layout = describe_output(output, self.shape, high - low, self.patch.name)
@@ -97,23 +98,20 @@ class TiledCall(Call):
         remedy = "lt_tiled.untile() the module"
         return Observation(self.patch.name, self.work.modules, remedy, history, substituted=True)
 
-    def _count_saved(self, inputs: Sequence[Tensor]) -> Any:
-        """Run the first tile with a graph; learn how many tensors it saves and if its last part is a linear module."""
-        counter = SavedCounter()
+    def _find_last(self, inputs: Sequence[Tensor]) -> Any:
+        """Run the first tile with a graph, and learn whether a linear module returns its output."""
         sums = self.sums(inputs)
         own, count = [s.leaf for s in sums], len(self.weights)
         with torch.enable_grad():
             leaves, kept = self.leaves(inputs, own[count:]), kept_tensors(self.work)
-            with counter, substituted(self.weights, own[:count], NotesLinear) as mode:
+            with substituted(self.weights, own[:count], NotesLinear) as mode:
                 output = self.run_views(next(self.tiles(leaves)))
             known = [*leaves, *own, *(t for w in self.weights for t in w.now())]
             check_closed(output, known, self.work, kept, self.patch.name)
         # Hooks inside would read values that are skipped.
         hooked = any(part._forward_hooks for part in self.work.parts if part not in self.work.modules)
-        learned, last = self.patch.learned, mode.part_of(self.work, pytree.tree_leaves(output))
-        learned.saved[self.key] = None if hooked else counter.count
-        if last is not None and not hooked:
-            learned.last[self.key] = last
+        last = None if hooked else mode.part_of(self.work, pytree.tree_leaves(output))
+        self.patch.learned.last[self.key] = last
         return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
 
     def sums(self, inputs: Sequence[Tensor]) -> list[GradientSum]:
@@ -128,14 +126,15 @@ class TiledCall(Call):
         """Whether tiles run compiled."""
         return self.patch.tiling.compile is not False
 
-    def run(self, tile: Sequence[Tensor]) -> Any:
-        """Run the work on the tensors of a tile as it sees them, compiled where the policy asks for it."""
-        options, known = self.patch.tiling.compile, self.patch.learned.compiled
-        if options is False or not self.compiles:
-            return self.run_views(tile)
-        if self.work.key not in known:
-            known[self.work.key] = compiled(self.work.function, options)
-        return self.arguments.call(known[self.work.key], tile)
+    def runner(self) -> Callable[[Sequence[Tensor]], Any]:
+        """Return what runs the work on the tensors of a tile as it sees them, compiled where the policy asks for it."""
+        function, options = self.work.function, self.patch.tiling.compile
+        if options is not False and self.compiles:
+            known = self.patch.learned.compiled
+            if self.work.key not in known:
+                known[self.work.key] = compiled(function, options)
+            function = known[self.work.key]
+        return partial(self.arguments.call, function)
 
     # Backward
 
@@ -175,7 +174,7 @@ class TiledCall(Call):
             hidden_from_modes(returned[0]),
             random_state_kept(self.device),
             torch.no_grad(),
-            SavedCounter(),
+            PlainSavedTensors(),
             Substituted(pairs),
         ):
             output = self.run_views(next(self.tiles([t.detach() for t in inputs])))
@@ -222,37 +221,29 @@ class Backward:
         edges = [s.edge for s in self._sums]
         self._targets, self._own = (*edges, *(t for _, t in self._direct)), len(self._wanted) + len(edges)
         self._pairs = [(t, total.leaf) for t, total in self._there]
-        self._products: dict[int, GradientSum] = {}
-        if call.device.type in weights.ADDS_PRODUCTS:
-            self._products = {id(t): s for t, s in self._there if type(s.leaf) is Tensor and s.sum_dtype != s.dtype}
         self._mode = self._skip()
-        self._outside = call.autocast.disabled()
+        self._outside, self._run_work = call.autocast.disabled(), call.runner()
         self._known: set[int] | None = None
         """The leaves that the graph of the first tile may have."""
 
-    def _skip(self) -> LastLinear | LastProjectionSkip | Substituted | LeavesInPlace:
+    def _skip(self) -> LastLinear | Substituted | LeavesInPlace:
         """Return the mode in which tiles are recomputed: without the last projection if that is known to work."""
         if self.call.compiles:
             count = len(self.call.weights)
             return LeavesInPlace(self.call.weights, [total.leaf for total in self._sums[:count]])
-        learned, key, parts = self.call.patch.learned, self.call.key, self.call.work.parts
-        last = learned.last.get(key)
-        if last is not None and type(linear := parts[last]) is nn.Linear:  # it may be another module since
-            sums = {id(t): total for t, total in self._there}
-            own = sums.get(id(linear.weight)), sums.get(id(linear.bias))
-            return LastLinear(self._pairs, linear, own, self.call.autocast.dtype, self._products)
-        saved = learned.saved.get(key)
-        return Substituted(self._pairs, self._products) if saved is None else LastProjectionSkip(saved, self._pairs)
+        last = self.call.patch.learned.last.get(self.call.key)
+        linear = None if last is None else self.call.work.parts[last]
+        if type(linear) is not nn.Linear:  # it may be another module since
+            return Substituted(self._pairs)
+        sums = {id(t): total for t, total in self._there}
+        own = sums.get(id(linear.weight)), sums.get(id(linear.bias))
+        return LastLinear(self._pairs, linear, own, self.call.autocast.dtype)
 
     def _skip_no_more(self) -> None:
-        """Recompute tiles in the next best way, in later steps as well."""
-        learned, key = self.call.patch.learned, self.call.key
-        if isinstance(self._mode, LastLinear):
-            learned.last.pop(key, None)
-        else:
-            learned.saved[key] = None
+        """Recompute tiles in full, in later steps as well."""
+        self.call.patch.learned.last[self.call.key] = None
         self._mode.end()
-        self._mode = self._skip()
+        self._mode = Substituted(self._pairs)
 
     def run(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run all tiles, and return what :meth:`TiledCall.backward` does."""
@@ -265,7 +256,7 @@ class Backward:
             call.compare(self.trace, inputs, self._pairs)
         try:
             # An offloader's hooks must not see a tile; without hooks, counting costs time for nothing.
-            with torch.enable_grad(), SavedCounter() if saves_elsewhere() else nullcontext():
+            with torch.enable_grad(), PlainSavedTensors() if saves_elsewhere() else nullcontext():
                 own_leaves, direct = [s.leaf for s in self._sums], [t for _, t in self._direct]
                 leaves = call.leaves(inputs, own_leaves[len(call.weights) :])
                 held = [t for part in call.work.parts for t in (*part._parameters.values(), *part._buffers.values())]
@@ -316,26 +307,26 @@ class Backward:
     def _recompute(self, tile: Sequence[Tensor]) -> Sequence[Any]:
         """Run a tile with a graph, and return the leaves of its output."""
         start = None if self.trace.random is None else RandomState.now(self.call.device)
-        while True:  # once for each way to leave out the last projection that does not work
-            mode = self._mode
+        mode = self._mode
+        if isinstance(mode, LastLinear):
             try:
-                with mode:
-                    output = self.call.run(tile)
-                outputs = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
-                if isinstance(mode, LastLinear | LastProjectionSkip):
-                    mode.check(outputs)
+                outputs = self._run(tile)
+                mode.check(outputs)
+                return outputs
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
                 if not (mode.skipped or isinstance(error, CannotSkip)):  # the tile's code failed by itself
                     raise
-            else:
-                if mode.skipped is False:  # there is none
-                    self._skip_no_more()
-                return outputs
             self._skip_no_more()
             if start is not None:
                 start.set()
+        return self._run(tile)
+
+    def _run(self, tile: Sequence[Tensor]) -> list[Any]:
+        with self._mode:
+            output = self._run_work(tile)
+        return [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
 
 
 def rows_of(columns: Sequence[Iterable[Any]]) -> Iterator[tuple[Any, ...]]:

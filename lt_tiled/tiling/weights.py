@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,8 +25,6 @@ from torch.overrides import TorchFunctionMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.patch import HOOKS, is_of
-from lt_tiled.tiling.products import SummedLinear
-from lt_tiled.tiling.recompute import in_checkpoint
 
 T = TypeVar("T")
 
@@ -137,22 +135,23 @@ class Substituted(TorchFunctionMode):
 
     Args:
         pairs: Each tensor and what is to be seen in its place.
-        sums: The sums of some, by their ids, to which linear modules add products.
     """
 
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], sums: Mapping[int, GradientSum] | None = None) -> None:
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self._pairs = list(pairs)  # whose tensors keep their ids
         self._instead_of = {id(tensor): instead for tensor, instead in self._pairs}
-        self._products = sums or {}
-        self._linears: dict[int, Callable[..., Tensor | None]] = dict.fromkeys(self._products, self._with_product)
-        """Functions that compute linear modules, by the ids of their weights; if one returns ``None``, torch does."""
+
+    unread: Tensor | None = None
+    """The weight of a linear module whose output is left out."""
+
+    def left_out(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Return what stands for the output of that module."""
+        raise AssertionError
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and len(args) == 3 and (linear := self._linears.get(id(args[1]))):  # as nn.Linear calls it
-            output = linear(*args)
-            if output is not None:
-                return output
+        if func is F.linear and len(args) == 3 and args[1] is self.unread:  # as nn.Linear calls it
+            return self.left_out(args[0], args[2])
         known: Any = self._instead_of
         instead: Any = None
         for value in (*args, *kwargs.values()) if kwargs else args:  # without calls: each operation comes here
@@ -168,26 +167,12 @@ class Substituted(TorchFunctionMode):
                 kwargs = dict(zip(kwargs, map(instead, map(id, values), values), strict=True))
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _with_product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """Return the output of a linear module whose gradient is added to its sum in the product, if that can be."""
-        total = self._products[id(weight)]
-        if type(input) is not Tensor or input.dtype != total.dtype or torch._C._are_functorch_transforms_active():
-            return None
-        # torch's checkpoint runs again what is inside of it without this mode, and compares what is saved.
-        if torch.is_autocast_enabled(input.device.type) or not torch.is_grad_enabled() or in_checkpoint():
-            return None
-        result: Tensor = SummedLinear.apply(input, total.leaf, self._instead(id(bias), bias), total)
-        return result
-
-    skipped: bool | None = None
-    """Whether the last projection was left out; ``None`` where that is not tried."""
-
     def __len__(self) -> int:
         return len(self._instead_of)
 
     def end(self) -> None:
         """Substitute nothing any more: Ctrl-C in the moment when torch leaves the mode would leave it on."""
-        self._instead_of, self._linears = {}, {}
+        self._instead_of, self.unread = {}, None
 
     def _instead(self, key: int, value: Any) -> Any:
         """Return what is seen in place of a value with this id, or of the entries of a list or a tuple."""

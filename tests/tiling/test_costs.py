@@ -125,15 +125,15 @@ def test_swin_against_its_own_checkpointing() -> None:
         assert peak_bytes(run) < own[1]
 
 
-def test_lora_costs_nothing_more() -> None:
-    """With LoRA on a frozen base the checkpointed block's FLOPs are 1.00 times the untiled ones too."""
+def test_lora_costs_next_to_nothing_more() -> None:
+    """With LoRA on a frozen base a checkpointed block computes the last small product once more for each token."""
     from peft import LoraConfig, inject_adapter_in_model
 
     block, x = Block(HIDDEN, WIDE).requires_grad_(False), randn(1, TOKENS, HIDDEN)
     inject_adapter_in_model(LoraConfig(r=4, target_modules=["gate", "up", "down"]), block.mlp)
     untiled = flops(lambda: step(block, x, checkpointed=True))
     tile(block.mlp, num_shards=TILES, self_check=False)
-    assert flops(lambda: step(block, x, checkpointed=True)) == untiled
+    assert flops(lambda: step(block, x, checkpointed=True)) == untiled + 2 * TOKENS * 4 * HIDDEN
 
 
 def test_each_token_runs_forward_twice() -> None:

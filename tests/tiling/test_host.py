@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lt_tiled
-from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile, untile
+from lt_tiled import tile, untile
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.patched import TiledPatch
-from lt_tiled.tiling.skip import LastLinear, LastProjectionSkip
+from lt_tiled.tiling.skip import LastLinear
 from lt_tiled.tiling.tiled_call import Backward
 from lt_tiled.tiling.weights import GradientSum
-from tests.architectures import ARCHITECTURES
 from tests.models import WIDE, GatedMLP, H, PlainMLP
 from tests.parity import EXACT, gradients, less_accurate, randn, reference, worst
 
@@ -122,17 +121,6 @@ def test_calls_of_an_operation() -> None:
 def test_operations_of_a_tile() -> None:
     """One tile more is at least eight of torch's operations fewer than two forwards and a backward of the module."""
     assert others_of_a_tile(many_operations) == others_of_a_tile(GatedMLP) <= -8
-
-
-def test_no_operation_of_a_llama_meets_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second step on the last projections of MLPs and those behind norms are left out without a mode."""
-    architecture, entered = ARCHITECTURES["Llama"], []
-    net = architecture.build(torch.float32)
-    with prepare(net, tiling=Tiling(num_shards=4), activation_checkpointing=ActivationCheckpointing()):
-        net(**architecture.feed(net)).loss.backward()
-        monkeypatch.setattr(LastProjectionSkip, "__enter__", entered.append)
-        net(**architecture.feed(net)).loss.backward()
-    assert entered == []
 
 
 def test_nothing_refers_to_itself() -> None:
