@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -204,24 +203,17 @@ def test_prepared_model_names_the_path() -> None:
         model["net"][0](randn(1, 40, H))
 
 
-ARGUMENTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "list": lambda notes: notes["a"].append(1),
-    "tensor": lambda notes: notes.update(b=notes["b"] * 2),
-}
-
-
-@pytest.mark.parametrize("change", ARGUMENTS.values(), ids=ARGUMENTS)
-def test_changes_inside_an_argument_are_refused(change: Callable[[dict[str, Any]], Any]) -> None:
-    """A module that adds to a list of the caller's, which would grow with each tile, or changes another value in a
-    dictionary among its arguments, is refused, and the list is as it was.
+def test_changes_inside_an_argument_are_refused() -> None:
+    """A module that adds to a list of the caller's, which would grow with each tile, is refused, and the list is as it
+    was.
     """
 
     class Notes(GatedMLP):
         def forward(self, x: Tensor, notes: dict[str, Any]) -> Tensor:  # type: ignore[override]
-            change(notes)
+            notes["a"].append(1)
             return super().forward(x)
 
-    notes = {"a": [], "b": torch.ones(3)}
+    notes: dict[str, Any] = {"a": []}
     with pytest.raises(NotPositionWiseError, match="Notes changes its argument"):
         tile(Notes(), num_shards=4)(randn(1, 40, H), notes)
     assert notes["a"] == []
@@ -285,26 +277,11 @@ class Keeps(GatedMLP):
 
     def __init__(self, how: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
-        self.how, self.calls, self.seen, self.stats, self.last = how, 0, [], {"shapes": []}, None
-        self.state = SimpleNamespace(calls=0)
+        self.how, self.calls, self.stats = how, 0, {}
 
     def forward(self, x: Tensor) -> Tensor:
         self.how(self, x)
         return super().forward(x)
-
-
-KEEPS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "appends to a list in a dict": lambda module, x: module.stats["shapes"].append(x.shape),
-    "counts in an object": lambda module, x: setattr(module.state, "calls", module.state.calls + 1),
-}
-
-
-@pytest.mark.parametrize("how", KEEPS.values(), ids=KEEPS)
-def test_changed_attributes_are_refused(how: Callable[[Any, Tensor], Any]) -> None:
-    """A module that changes what is inside an attribute of its own is refused by name, with the remedy."""
-    module = tile(Keeps(how), num_shards=4)
-    with pytest.raises(NotPositionWiseError, match=r"changes Keeps\.(stats|state)[.a-z]* in its forward.*Return"):
-        module(randn(1, 40, H))
 
 
 @pytest.mark.parametrize("dropout", [nn.Dropout(), nn.AlphaDropout(), lambda y: y * torch.rand_like(y).gt(0.3)])
@@ -351,7 +328,6 @@ def test_a_branch_on_the_gradient_mode_is_refused(asks: Callable[[Tensor], bool]
 
 SAMPLES: dict[str, Callable[[Tensor], Tensor]] = {
     "multinomial": lambda p: torch.multinomial(p.flatten(0, -2), 1).view(*p.shape[:-1], 1),
-    "categorical": lambda p: torch.distributions.Categorical(p).sample()[..., None],
     "randint": lambda p: torch.randint(2, 9, (*p.shape[:-1], 1)),
 }
 
@@ -432,17 +408,12 @@ class InBf16(GatedMLP):
             return super().forward(x).float()
 
 
-SET_ANEW: dict[str, Callable[[Any, Tensor], Any]] = {
-    "list": lambda module, x: setattr(module, "seen", [8, 8]),
-    "dict": lambda module, x: setattr(module, "stats", {"a": 1}),
-    "array": lambda module, x: setattr(module, "last", np.arange(4)),
-    "nan": lambda module, x: setattr(module, "last", float("nan")),
-    "dtype": lambda module, x: setattr(module, "last", (x.dtype, x.device)),
-}
+def _sets_anew(module: Any, x: Tensor) -> None:
+    module.stats = {"a": x.dtype}
 
 
 @pytest.mark.low_precision
-@pytest.mark.parametrize("build", [InBf16, *(lambda how=how: Keeps(how) for how in SET_ANEW.values())])
+@pytest.mark.parametrize("build", [InBf16, lambda: Keeps(_sets_anew)])
 def test_no_false_alarm(build: Callable[[], nn.Module]) -> None:
     """A module that computes in 16 bits inside, or sets an attribute anew to an equal value, is tiled."""
     torch.manual_seed(0)
@@ -505,30 +476,6 @@ def test_a_batch_is_checked_again() -> None:
         module(randn(4, 10, H))
 
 
-class Counts(GatedMLP):
-    """Counts tokens in a buffer, in training mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("tokens", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.tokens += x[..., 0].numel()
-        return super().forward(x)
-
-
-def test_a_changed_buffer_is_refused() -> None:
-    """A module that counts in a buffer, which tiles would do several times, is refused by name, and its count is as it
-    was.
-    """
-    module = tile(Counts(), num_shards=4)
-    with pytest.raises(ValueError, match=r"Counts changes Counts\.tokens of shape \[\] in its forward"):
-        module(randn(1, 24, H))
-    assert module.tokens == 0
-    module.eval()(randn(1, 24, H))
-
-
 class DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * (torch.rand(x.shape[0], 1, 1) > 0.5)
@@ -564,7 +511,7 @@ def _default_bfloat16() -> Iterator[None]:
 
 
 @pytest.mark.low_precision
-@pytest.mark.parametrize("tokens", [1, 2, 700, 2048])
+@pytest.mark.parametrize("tokens", [2, 2048])
 @pytest.mark.usefixtures("_default_bfloat16")
 def test_any_default_dtype(tokens: int) -> None:
     """The tokens that are compared are tokens of the input where the default dtype cannot count them, as under
