@@ -262,11 +262,11 @@ class Call:
                 leaves.append((leaf := next(whole)).view_as(leaf))
         return leaves
 
-    def tiles(self, tensors: Sequence[Tensor], bounds: Sequence[Bounds] | None = None) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the tensors of each tile, as the module sees them; ``bounds`` are others than those of the call."""
+    def tiles(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the tensors of each tile, as the module sees them."""
         columns: list[Iterable[Tensor]] = []
         for tensor, per_token in zip(tensors, self.per_token, strict=True):
-            columns.append(self.shape.tiles(tensor, bounds or self.bounds) if per_token else repeat(tensor))
+            columns.append(self.shape.tiles(tensor, self.bounds) if per_token else repeat(tensor))
         return zip(*columns)  # noqa: B905
 
     def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:

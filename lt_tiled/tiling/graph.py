@@ -2,14 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
-from lt_tiled.tiling.weights import Work, check_leaves
+from lt_tiled.tiling.weights import Work
+
+
+def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str) -> set[Any]:
+    """Return the nodes of the graph behind these, and refuse leaves that are not known by their ids.
+
+    Args:
+        ends: The nodes at the end.
+        known: The ids of the leaves; ``None`` for any.
+        name: The name in messages.
+    """
+    todo, nodes = list(ends), set[Any]()
+    while todo:
+        node = todo.pop()
+        if node in nodes:
+            continue
+        nodes.add(node)
+        for following, _ in node.next_functions:
+            if following is not None:
+                todo.append(following)
+        variable = getattr(node, "variable", None)  # of a leaf
+        if known is not None and isinstance(variable, Tensor) and id(variable) not in known:
+            raise NotPositionWiseError(
+                f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its"
+                " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it, or"
+                f" pass it as an argument. {REMEDY}"
+            )
+    return nodes
+
 
 Kept = dict[tuple[int, str, str], Tensor]
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.tiling.call import Call
 from lt_tiled.tiling.compiled import LeavesInPlace, compiled
-from lt_tiled.tiling.graph import check_closed, kept_tensors
+from lt_tiled.tiling.graph import check_closed, check_leaves, kept_tensors
 from lt_tiled.tiling.layout import OutputAssembly, OutputLayout, describe_output, each_tile, gradients_of_tiles
 from lt_tiled.tiling.observe import Observation, is_recomputing, restored
 from lt_tiled.tiling.recompute import (
@@ -31,7 +31,7 @@ from lt_tiled.tiling.recompute import (
     saves_elsewhere,
 )
 from lt_tiled.tiling.skip import CannotSkip, LastLinear, NotesLinear
-from lt_tiled.tiling.weights import GradientSum, Substituted, check_leaves, differentiate, paired, substituted
+from lt_tiled.tiling.weights import GradientSum, Substituted, differentiate, paired, substituted
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class TiledCall(Call):
         samples = list[Tensor](), list[Tensor]()
         learns = learn and not self.compiles and self.key not in self.patch.learned.last
         assembly: OutputAssembly | None = None
-        # Graphs that the work makes for itself are hidden from an activation checkpoint around it.
         run = self.runner()
+        # Graphs that the work makes for itself are hidden from an activation checkpoint around it.
         with torch.no_grad(), self.autocast.context(), PlainSavedTensors():
             for index, tile in each_tile(enumerate(self.tiles([t.detach() for t in inputs]))):
                 output = self._find_last(inputs) if learns else run(tile)
@@ -110,14 +110,13 @@ class TiledCall(Call):
             check_closed(output, known, self.work, kept, self.patch.name)
         # Hooks inside would read values that are skipped.
         hooked = any(part._forward_hooks for part in self.work.parts if part not in self.work.modules)
-        last = None if hooked else mode.part_of(self.work, pytree.tree_leaves(output))
-        self.patch.learned.last[self.key] = last
+        self.patch.learned.last[self.key] = None if hooked else mode.part_of(self.work, pytree.tree_leaves(output))
         return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
 
     def sums(self, inputs: Sequence[Tensor]) -> list[GradientSum]:
         """Return gradient sums of the weights, then of the arguments that every tile sees in full."""
         triples = zip(inputs, self.wants_grad, self.per_token, strict=True)
-        wholes = [t for t, wants, per_token in triples if wants and not per_token and isinstance(t, Tensor)]
+        wholes = [t for t, wants, per_token in triples if wants and not per_token]
         tensors = (*(w.tensor for w in self.weights), *wholes)
         return [GradientSum(tensor, self.patch.tiling.accumulate) for tensor in tensors]
 
@@ -255,7 +254,7 @@ class Backward:
         if self.trace.samples[1] and not call.compiles and call.due():
             call.compare(self.trace, inputs, self._pairs)
         try:
-            # An offloader's hooks must not see a tile; without hooks, counting costs time for nothing.
+            # An offloader's hooks must not see a tile; without hooks, hiding costs time for nothing.
             with torch.enable_grad(), PlainSavedTensors() if saves_elsewhere() else nullcontext():
                 own_leaves, direct = [s.leaf for s in self._sums], [t for _, t in self._direct]
                 leaves = call.leaves(inputs, own_leaves[len(call.weights) :])

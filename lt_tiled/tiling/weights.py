@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.patch import HOOKS, is_of
 
 T = TypeVar("T")
@@ -195,33 +194,6 @@ def paired(weights: Sequence[Weight], leaves: Sequence[T]) -> list[tuple[Tensor,
             " pass, so its backward pass cannot tell them apart. Do so after the backward pass."
         )
     return pairs
-
-
-def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str) -> set[Any]:
-    """Return the nodes of the graph behind these, and refuse leaves that are not known by their ids.
-
-    Args:
-        ends: The nodes at the end.
-        known: The ids of the leaves; ``None`` for any.
-        name: The name in messages.
-    """
-    todo, nodes = list(ends), set[Any]()
-    while todo:
-        node = todo.pop()
-        if node in nodes:
-            continue
-        nodes.add(node)
-        for following, _ in node.next_functions:
-            if following is not None:
-                todo.append(following)
-        variable = getattr(node, "variable", None)  # of a leaf
-        if known is not None and isinstance(variable, Tensor) and id(variable) not in known:
-            raise NotPositionWiseError(
-                f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its"
-                " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it, or"
-                f" pass it as an argument. {REMEDY}"
-            )
-    return nodes
 
 
 @contextmanager
