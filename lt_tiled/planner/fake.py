@@ -32,10 +32,14 @@ def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
         stack.enter_context(swapped(vars(bias), "can_use_flash_attention", lambda params: True))
         if find_spec("transformers") is not None:
             from transformers import masking_utils
+            from transformers.integrations import hub_kernels
 
             # It reads the values of position ids to look for packed sequences, and for fake ones it would make their
             # mask: https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
             stack.enter_context(swapped(vars(masking_utils), "find_packed_sequence_indices", nothing))
+            # Kernels of layers with a state cannot run on fake tensors. An export takes the torch code in their place:
+            # https://github.com/huggingface/transformers/blob/main/src/transformers/integrations/hub_kernels.py
+            stack.enter_context(swapped(vars(hub_kernels), "is_torchdynamo_exporting", lambda: True))
         stack.enter_context(FakeTensorMode())
         yield stack.enter_context(FakeLedger(model))
 

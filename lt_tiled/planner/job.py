@@ -14,13 +14,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lt_tiled._log import inform, warn
+from lt_tiled._log import warn
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.errors import SimulationError
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.simulate import Settings, Simulation, simulate
 from lt_tiled.sequence_parallel.groups import check_size
-from lt_tiled.sequence_parallel.states import functions_of
 from lt_tiled.training_step.step import first_batch, shape_of, silence, training_loss, with_length
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -109,11 +108,6 @@ def make_job(
             " bytes for each sequence, which a plan leaves out."
         )
     batch = apply_to_collection(batch, Tensor, lambda t: torch.empty_like(t, device="meta"))
-    if settings.gpu and functions_of(module):
-        inform(
-            "Layers with a state are planned with the kernels of flash-linear-attention, mamba_ssm and causal_conv1d,"
-            " which the run needs: without them transformers computes in torch, with more memory."
-        )
     return Job(module, batch, settings)
 
 

@@ -19,7 +19,6 @@ from lt_tiled._prepare import Prepared
 from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import fake_group, fake_offloader, fake_weights, without_memory
-from lt_tiled.planner.kernels import with_kernels
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.layout import tiles_to_run
@@ -41,8 +40,7 @@ class Settings:
         autocast: The dtype of mixed precision.
         accumulate: Batches per optimizer step.
         clip: Whether gradients are clipped by their norm.
-        gpu: Whether the device is a GPU, where the optimizer updates all weights at once, and layers with a state have
-            kernels.
+        gpu: Whether the device is a GPU, where the optimizer updates all weights at once.
     """
 
     tiling: Tiling | None = None
@@ -125,8 +123,6 @@ def simulate(
     """
     phases: dict[str, int] = {}
     with quiet(), without_memory(model) as ledger, ExitStack() as stack:
-        if settings.gpu:
-            stack.enter_context(with_kernels(model, ledger))
         prepared = stack.enter_context(_prepare(model, settings, ledger))
         optimizer = make_optimizer()
         for group in optimizer.param_groups:

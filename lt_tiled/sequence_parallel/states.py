@@ -209,22 +209,12 @@ def _names(module: nn.Module) -> frozenset[str]:
     return frozenset() if _OF_CHANNELS in names else names & {CONVOLUTION, *RULES}
 
 
-def functions_of(model: nn.Module) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return the contents of the files in which the layers of a model find such functions, and their names there."""
-    return _tables(find_mixers([("", model)]))
-
-
-def _tables(mixers: Sequence[tuple[str, nn.Module]]) -> list[tuple[dict[str, Any], list[str]]]:
-    tables: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
-    for _, module in mixers:
-        table = inspect.unwrap(type(module).forward).__globals__
-        names = tables.setdefault(id(table), (table, {}))[1]
-        names.update((name, None) for name in [*sorted(_names(module)), FUSED] if name in table)
-    return [(table, list(names)) for table, names in tables.values()]
-
-
 def replace_functions(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
     """Replace the functions that mix tokens by a state or a convolution in these modules, until ``undo`` is closed."""
-    for table, names in _tables(find_mixers(modules)):
-        for name in names:
-            replace(table, name, partial(SharedFunction, name), undo)
+    replaced = set[tuple[int, str]]()
+    for _, module in find_mixers(modules):
+        table = inspect.unwrap(type(module).forward).__globals__
+        for name in [*sorted(_names(module)), FUSED]:
+            if name in table and (id(table), name) not in replaced:
+                replaced.add((id(table), name))
+                replace(table, name, partial(SharedFunction, name), undo)
