@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 import torch
 
@@ -19,12 +18,6 @@ class NotPositionWiseError(ValueError):
 
 
 REMEDY = "Remove it from targets (or do not call tile() on it), or tile its position-wise part."
-
-
-def did_you_mean(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
-    """Return the end of a message that names the nearest known name, or an empty string if none is near."""
-    near = get_close_matches(name, [*known], 1, cutoff)
-    return f": did you mean {near[0]!r}?" if near else ""
 
 
 class SimulationError(RuntimeError):

@@ -230,14 +230,12 @@ def has_tokenizer(directory: str) -> bool:
 def files_of(path: str) -> list[Path]:
     """Return the file, the texts of a directory, or the files of a glob: at least one."""
     if Path(path).is_dir():
-        candidates = sorted(p for p in Path(path).rglob("*") if p.suffix in (".txt", ".md", ".py"))
-    else:  # a file's name may look like a glob
-        matches = [path] if Path(path).is_file() else sorted(glob(path, recursive=True))
-        candidates = [Path(name) for name in matches]
-    files = [p for p in candidates if p.is_file()]  # reading a named pipe would wait for a writer
-    # A glob also matches plain directories.
-    if skipped := [str(p) for p in candidates if p.suffix and not p.is_file()]:
-        warn(f"paths: {path!r}: skipped what is not a regular file: {', '.join(skipped[:5])}.")
+        candidates = [file for file in Path(path).rglob("*") if file.suffix in (".txt", ".md", ".py")]
+    elif Path(path).is_file():  # its name may look like a glob
+        candidates = [Path(path)]
+    else:
+        candidates = [Path(name) for name in glob(path, recursive=True)]
+    files = sorted(file for file in candidates if file.is_file())  # reading a named pipe would wait for a writer
     if not files:
         kinds = "a file, a directory with .txt, .md or .py files, or a glob"
         raise ValueError(f"paths: {path!r} matches no file: pass {kinds}.")
@@ -248,12 +246,8 @@ def read_text(files: Sequence[Path], max_bytes: int) -> bytes:
     """Return the first ``max_bytes`` bytes of the files, at least one."""
     text = bytearray()
     for file in files:
-        try:
-            with file.open("rb") as stream:
-                text += stream.read(max_bytes - len(text))
-        except OSError as error:
-            reason = f"{file} cannot be read ({error.strerror})"
-            raise ValueError(f"{reason}: fix its permissions or remove it from paths.") from error
+        with file.open("rb") as stream:
+            text += stream.read(max_bytes - len(text))
         if len(text) >= max_bytes:
             break
     if not text:

@@ -167,8 +167,8 @@ def test_bad_input(kwargs: dict[str, Any], message: str) -> None:
     ("change", "message"),
     [
         ({"hiden_size": 8}, "LlamaConfig has no key 'hiden_size': did you mean 'hidden_size'"),
-        ({"model_type": "lama"}, "no model_type 'lama': did you mean 'llama'"),
-        ({"hidden_size": "big"}, "config: hidden_size='big' must be None or an integer of"),
+        ({"model_type": "lama"}, "config: Unrecognized model identifier"),
+        ({"hidden_size": "big"}, "config: .*hidden_size"),
         ({"num_attention_heads": 3}, r"config: .*hidden size \(32\) is not a multiple"),
     ],
 )
@@ -283,5 +283,5 @@ def test_labels() -> None:
     labels = ids.masked_fill(ids < 16, -100)
     logprobs = model.predict_step({"input_ids": ids, "labels": labels}, 0)
     assert not logprobs[:, :15].any()
-    loss = model.model(**model._inputs({"input_ids": ids, "labels": labels})).loss
-    assert loss.item() == pytest.approx(float(-logprobs[:, 15:].mean()), rel=1e-5)
+    loss = model.model(**model._inputs({"input_ids": ids, "labels": labels})).loss.detach()
+    assert loss.item() == pytest.approx(-logprobs[:, 15:].mean().item(), rel=1e-5)

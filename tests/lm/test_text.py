@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,6 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.lm.text import has_tokenizer, read_text
 from tests.lit import trainer
-from tests.processes import LIMIT
 from tests.world import World
 
 
@@ -325,25 +323,6 @@ def test_bad_input(text: bytes | None, kwargs: dict[str, object], message: str) 
         TextFiles(**kwargs).setup("fit")
 
 
-def test_what_is_no_file_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
-    """A named pipe, a directory called like a text and a dangling link are skipped with their names, and not waited
-    for.
-    """
-    Path("texts/notes.txt").mkdir(parents=True)
-    Path("texts/notes.txt/a.md").write_text("text " * 20)
-    os.mkfifo("texts/pipe.txt")
-    writer = threading.Timer(LIMIT, lambda: os.close(os.open("texts/pipe.txt", os.O_RDWR)))  # ends a read that waits
-    writer.daemon = True
-    writer.start()
-    Path("texts/z.txt").symlink_to("gone")
-    data = TextFiles("texts", seq_len=10)
-    with caplog.at_level("WARNING", "lt_tiled"):
-        data.setup("fit")
-    writer.cancel()
-    assert "skipped what is not a regular file: texts/notes.txt, texts/pipe.txt, texts/z.txt." in caplog.text
-    assert sum(windows(data, part).numel() for part in ("train", "val", "test")) == 100
-
-
 def test_code_of_a_tokenizer_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer with code of its own raises and asks nothing, unless ``trust_remote_code`` is set."""
     Path("tokenizer").mkdir()
@@ -370,18 +349,3 @@ class Own(PreTrainedTokenizer):
     def _convert_token_to_id(self, token): return ord(token)
     def _convert_id_to_token(self, index): return chr(index)
 """
-
-
-def test_unreadable_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that cannot be opened is named, with the system's reason."""
-    Path("a.txt").write_text("text")
-    real = Path.open
-
-    def refuse(self: Path, *args: object, **kwargs: object) -> object:
-        if self.name == "a.txt":
-            raise PermissionError(13, os.strerror(13))
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(ValueError, match=r"a.txt cannot be read \(Permission denied\): fix its permissions"):
-        TextFiles("a.txt").setup("fit")
