@@ -27,7 +27,8 @@ def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor) -> Ten
     Attention runs once if the block keeps it. With ``"attention"`` all tensors that attention saves are kept. With
     ``"attention_output"`` its inputs are left out, and the recompute computes them again. Attention is not kept if
     something other than its inputs wants a gradient, such as a learned bias, because the graph would end there.
-    ``compute`` must not hold the inputs, because second derivatives call it once more in the backward pass.
+    ``compute`` must not hold the inputs, because the backward pass calls it once more if the recompute's inputs have
+    other strides.
     """
     kept = current_kept.get()
     if kept is None or kept.what != what or not any(t.requires_grad for t in inputs):  # as in frozen blocks
@@ -48,9 +49,7 @@ def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor) -> Ten
     if graph is None:
         inform("attention that reads a learned bias or weight is recomputed", once="not kept")
         return compute(*inputs)
-    again = None
-    if what == "attention_output":
-        again = partial(_gradients_with_graph, compute, Precision.now(kept.device), kept.drew)
+    again = partial(_gradients_again, compute, Precision.now(kept.device), kept.drew)
     # Outside of the arguments, because one that is returned could not be changed in place.
     return _Attended.apply((graph, again, output), *inputs)  # type: ignore[no-any-return]
 
@@ -148,20 +147,19 @@ class _Begin(torch.autograd.Function):
         return None, None
 
 
-def _gradients_with_graph(
+def _gradients_again(
     compute: Callable[..., Tensor],
     precision: Precision,
     random: RandomState | None,
     inputs: Sequence[Tensor],
     gradient: Tensor,
 ) -> list[Tensor | None]:
-    """Compute attention once more as it was, and return gradients of its inputs that may be differentiated."""
-    again = torch.is_grad_enabled()
+    """Compute attention once more as it was, and return gradients of its inputs."""
     as_before = nullcontext() if random is None else random_state_kept(random.device, random)
     with torch.enable_grad(), precision.context(), as_before:
         output = compute(*inputs)
     wanted = [t for t in inputs if t.requires_grad]
-    found = iter(torch.autograd.grad([output], wanted, [gradient], create_graph=again, allow_unused=True))
+    found = iter(torch.autograd.grad([output], wanted, [gradient], allow_unused=True))
     return [next(found) if t.requires_grad else None for t in inputs]
 
 
@@ -169,7 +167,7 @@ class _Attended(torch.autograd.Function):
     """The output of a run, whose backward pass goes through the run's graph."""
 
     @staticmethod
-    def forward(ctx: Any, run: tuple[_Graph, Callable[..., Any] | None, Tensor], *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, run: tuple[_Graph, Callable[..., Any], Tensor], *inputs: Tensor) -> Tensor:
         ctx.graph, ctx.again, output = run
         if ctx.graph.recomputed.layouts:
             ctx.save_for_backward(*inputs)  # those of the recompute: the block's checkpoint saves none before
@@ -180,14 +178,13 @@ class _Attended(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         starts, end, recomputed = ctx.graph.starts, ctx.graph.end, ctx.graph.recomputed
         inputs = ctx.saved_tensors
-        if torch.is_grad_enabled() or [_layout(tensor) for tensor in inputs] != recomputed.layouts:
-            if ctx.again is not None:
-                return (None, *ctx.again(inputs, gradient))
+        if torch.is_grad_enabled():
             raise RuntimeError(
-                "Attention has no second derivative with keep='attention', and this backward pass is differentiated"
-                " (create_graph=True) or batched (is_grads_batched=True). Call it without, or set"
-                " keep='attention_output'."
+                "A backward pass through attention that blocks keep cannot be differentiated (create_graph=True): set"
+                " keep=None."
             )
+        if [_layout(tensor) for tensor in inputs] != recomputed.layouts:
+            return (None, *ctx.again(inputs, gradient))
         wanted = [start for start in starts if start is not None]
         recomputed.inputs = inputs
         found = iter(torch.autograd.grad([end], wanted, [gradient], retain_graph=keeps_graph(), allow_unused=True))

@@ -154,7 +154,7 @@ def over_heads(
         keys: Tensors with an entry for several heads, ``[B, K, S/n, ...]``.
         vectors: Tensors with an entry for each head, ``[H, ...]``, and no tokens.
         compute: Gets all tokens of the rank's heads, or, where there are fewer heads than ranks, some of ``queries``.
-            It must not hold these tensors, because second derivatives call it once more.
+            It must not hold these tensors: see :func:`~lt_tiled.attended.attended`.
         record: Collects what ``compute`` gets, with the share that it belongs to.
     """
     region.check_recompute()
