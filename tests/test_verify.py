@@ -343,26 +343,6 @@ def test_dynamic_rope(reference: bool) -> None:
     assert result.passed, str(result)
 
 
-class Noise(GatedMLP):
-    """Multiplies with noise of its own generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * torch.rand((), generator=self.generator))
-
-
-def test_generators_in_tiles() -> None:
-    """Tiles that draw from a generator of their MLP, unchecked, are refused with its name."""
-    net = TinyLM()
-    net.blocks[0].mlp = Noise()
-    chosen = TiledSingleDeviceStrategy(tiling=Tiling(self_check=False))
-    with pytest.raises(RuntimeError, match=r"\(Noise\): its recompute computes other values"):
-        verify(net, IDS, step=step, strategy=chosen)
-
-
 class WrongInEvaluation(GatedMLP):
     """Returns too much in tiles, which it sees as one row, in evaluation mode alone."""
 

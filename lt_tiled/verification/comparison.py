@@ -27,7 +27,7 @@ from lt_tiled.tiling.places import is_equal
 from lt_tiled.tiling.recompute import random_state_kept
 from lt_tiled.training_step.ranks import raising_on_all
 from lt_tiled.training_step.step import first_batch, shape_of, with_length
-from lt_tiled.verification.result import EVALUATION, LOSS, Differences, Verification, listed, norm_of
+from lt_tiled.verification.result import EVALUATION, LOSS, Verification, compare, listed, norm_of
 from lt_tiled.verification.steps import (
     EngineSteps,
     GradientReader,
@@ -190,19 +190,19 @@ class Comparison(Callback):
     def _result(
         self, steps: EngineSteps, untiled: Measured, tiled: Measured, reference: dict[str, Tensor]
     ) -> Verification:
-        base, trained, buffers = reference or untiled.values, steps.module, steps.buffers
-        changed = {
-            name for name in buffers for step in (untiled, tiled) if not is_equal(buffers[name], step.values[name])
-        }
-        names = [name for name in base if name in changed or name not in buffers]
+        base, trained = reference or untiled.values, steps.module
+        names = list(base)
+        for name, buffer in steps.buffers.items():
+            if is_equal(buffer, untiled.values[name]) and is_equal(buffer, tiled.values[name]):
+                names.remove(name)  # no step changes it
         if base[EVALUATION].isnan():
             names.remove(EVALUATION)
-        gradients = [name for name in names if name not in (LOSS, EVALUATION) and name not in buffers]
+        gradients = [name for name in names if name not in (LOSS, EVALUATION) and name not in steps.buffers]
         if not norm_of(base, gradients):
             raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
         prefix = "model." if isinstance(self.module, ModuleWithStep) else ""
-        differences = Differences(_eps(self.trainer, trained), gradients, prefix)
-        rows = differences.rows(untiled.values, tiled.values, reference, names)
+        eps = _eps(self.trainer, trained)
+        rows = compare(untiled.values, tiled.values, reference, names, gradients, eps)
         tiles = [(path.removeprefix(prefix), count) for path, count in tiles_of(trained)]
         precision, strategy = self.trainer.precision, type(self.trainer.strategy).__name__
         dtype = str(_reference_dtype(trained)).removeprefix("torch.")
@@ -211,7 +211,7 @@ class Comparison(Callback):
             reference=f"a step in {dtype}" if reference else "the untiled step",
             untiled=untiled.figures,
             tiled=tiled.figures,
-            rows=rows,
+            rows=tuple(replace(row, path=row.path.removeprefix(prefix)) for row in rows),
             tiles=max((count for _, count in tiles), default=None),
             not_tiled=listed([path for path, count in tiles if count < 2], [path for path, _ in tiles]),
             draws=steps.draws,

@@ -133,47 +133,51 @@ class Verification:
         return f"{captured.get()}{self.verdict}"
 
 
-@dataclass(frozen=True)
-class Differences:
-    """Compares the values of steps."""
+def compare(
+    untiled: dict[str, Tensor],
+    tiled: dict[str, Tensor],
+    reference: dict[str, Tensor],
+    names: Sequence[str],
+    gradients: Sequence[str],
+    eps: float,
+) -> tuple[Row, ...]:
+    """Return a row for the worst weight of modules that are alike, and rows for the loss and the buffers.
 
-    eps: float
-    """The precision of the run."""
-    gradients: Sequence[str]
-    """The names of values that are gradients."""
-    prefix: str
-    """Left out of the paths."""
+    Args:
+        untiled: The values of the untiled step by name.
+        tiled: Those of the tiled step.
+        reference: Those of the step in higher precision, or an empty dictionary.
+        names: What to compare.
+        gradients: Which of these are gradients.
+        eps: The precision of the run.
+    """
+    base = reference or untiled
+    sizes = _sizes(base, names, gradients)
+    before = {name: _distance(untiled[name], base[name]) / sizes[name] for name in names}
+    # Models compute parts in float32 whatever their dtype is; a weight of few numbers may have no error by chance.
+    usual = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
+    limit = max(1e-4, 10 * eps)
+    rows: dict[str, Row] = {}
+    for name in names:
+        error = _distance(tiled[name], base[name]) / sizes[name]
+        path = pattern((name in gradients and name.rpartition(".")[0]) or name)
+        row = Row(path, math.nan, error, limit)
+        if reference:
+            row = Row(path, before[name], error, min(_FACTOR * max(before[name], usual), 4 * limit))
+        rows[path] = worst([rows.get(path, row), row])
+    return tuple(rows.values())
 
-    def rows(
-        self, untiled: dict[str, Tensor], tiled: dict[str, Tensor], reference: dict[str, Tensor], names: Sequence[str]
-    ) -> tuple[Row, ...]:
-        """Return the worst weight of modules that are alike, the loss and the buffers; ``reference`` may be empty."""
-        base = reference or untiled
-        sizes = self._sizes(base, names)
-        before = {name: _distance(untiled[name], base[name]) / sizes[name] for name in names}
-        after = {name: _distance(tiled[name], base[name]) / sizes[name] for name in names}
-        # Models compute parts in float32 whatever their dtype is; a weight of few numbers may have no error by chance.
-        usual = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
-        limit = max(1e-4, 10 * self.eps)
-        rows: dict[str, Row] = {}
-        for name in names:
-            module = name.rpartition(".")[0] if name in self.gradients else ""
-            path = pattern(module or name).removeprefix(self.prefix)
-            allowed = min(_FACTOR * max(before[name], usual), 4 * limit) if reference else limit
-            row = Row(path, before[name] if reference else math.nan, after[name], allowed)
-            rows[path] = worst([rows.get(path, row), row])
-        return tuple(rows.values())
 
-    def _sizes(self, base: dict[str, Tensor], names: Sequence[str]) -> dict[str, float]:
-        """Return what errors are relative to. Values that are almost zero count as larger.
+def _sizes(base: dict[str, Tensor], names: Sequence[str], gradients: Sequence[str]) -> dict[str, float]:
+    """Return what errors are relative to. Values that are almost zero count as larger.
 
-        Gradients and losses count relative to all gradients; other floating-point numbers, which are buffers, relative
-        to all of these.
-        """
-        least = dict.fromkeys((*self.gradients, LOSS, EVALUATION), 1e-3 * norm_of(base, self.gradients))
-        floats = [name for name in names if name not in least and base[name].is_floating_point()]
-        least |= dict.fromkeys(floats, 1e-3 * norm_of(base, floats))
-        return {name: max(norm_of(base, [name]), least.get(name, 0.0), 1e-30) for name in names}
+    Gradients and losses count relative to all gradients; other floating-point numbers, which are buffers, relative to
+    all of these.
+    """
+    least = dict.fromkeys((*gradients, LOSS, EVALUATION), 1e-3 * norm_of(base, gradients))
+    floats = [name for name in names if name not in least and base[name].is_floating_point()]
+    least |= dict.fromkeys(floats, 1e-3 * norm_of(base, floats))
+    return {name: max(norm_of(base, [name]), least.get(name, 0.0), 1e-30) for name in names}
 
 
 def worst(rows: Iterable[Row]) -> Row:
