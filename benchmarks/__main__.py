@@ -25,14 +25,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.checks import checks
-from benchmarks.compile import compile
 from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
 from benchmarks.engines import ROWS, engines
-from benchmarks.faults import faults
 from benchmarks.host import host
-from benchmarks.keep import keep
 from benchmarks.longest import longest
 from benchmarks.loss import loss
 from benchmarks.offload import offload
@@ -46,8 +42,8 @@ ROOT = Path(__file__).parents[1]
 SEED = 0
 VERSIONS = ("torch", "lightning", "transformers", "cut-cross-entropy", *PACKAGES.values())
 Section = Callable[[], list[Sheet]]
-SLOW = ("compile", "longest")
-"""Sections that ``--quick`` leaves out unless they are named."""
+SLOW = "longest"
+"""The section that ``--quick`` leaves out unless it is named."""
 
 
 def main() -> None:
@@ -72,7 +68,7 @@ def main() -> None:
         parser.error(f"--only {' '.join(sorted(unknown))}: the sections are {', '.join(chosen)}")
     logging.getLogger("lt_tiled").setLevel(logging.WARNING)  # the tables name the number of tiles
     console, found, start = Console(width=None if sys.stdout.isatty() else 160), [], time.perf_counter()
-    for name in args.only or [name for name in chosen if not (args.quick and name in SLOW)]:
+    for name in args.only or [name for name in chosen if not (args.quick and name == SLOW)]:
         with progress(f"Measuring {name}"):
             sheets = _found(name, chosen[name])
         for sheet in sheets:
@@ -112,12 +108,8 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
         "costs": lambda: costs(everyone, few if quick else Size()),
         "step_time": lambda: step_time(everyone, device, rounds, quick),
         "host": lambda: host(everyone, 9 if quick else 25),
-        "keep": keep,
-        "compile": compile,
-        "checks": lambda: checks(device, rounds, quick),
         "loss": lambda: loss(device, sizes, rounds=rounds),
         "offload": lambda: offload(device, directory, rounds=rounds, tokens=1024 if quick else 4096),
-        "faults": lambda: faults(directory),
         "longest": lambda: longest(device, quick, directory, plot),
     }
 

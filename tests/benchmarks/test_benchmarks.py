@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.__main__ import ROOT, record, sheets_of, write
-from benchmarks.checks import measured
 from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
-from benchmarks.endurance import cycles, steps
-from benchmarks.endurance import sheet as endurance
-from benchmarks.endurance import usage as endurance_figures
 from benchmarks.host import BARE, FEW, MANY, host, per_tile
 from benchmarks.loss import candidates, errors, usable
 from benchmarks.peers import Peer, peers, roll_call
@@ -61,34 +55,6 @@ def test_error_is_flat(everyone: list[Peer]) -> None:
     (sheet,) = rounding(everyone, CPU, (1, 64, 512))
     assert verdicts(sheet, "lt_tiled") == [True] * 3
     assert verdicts(sheet, "DeepSpeed") == [True, False, False]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("run", "count"), [(steps, 80), (cycles, 10)])
-def test_endurance(run: Any, count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Steps, and preparations that are released, leave no memory, descriptor, thread, file or object behind."""
-    caplog.set_level(logging.WARNING, "lt_tiled")  # else pytest keeps what is logged
-    run(str(tmp_path), 8)  # fills the caches, with each length
-    found = run(str(tmp_path), count)
-    assert set(verdicts(endurance("", found), "at the end")) == {True}, found
-
-
-@pytest.mark.parametrize("name", endurance_figures("/"))
-def test_endurance_sees_a_leak(name: str) -> None:
-    """A figure that grows, memory by more than is allowed, fails, and it alone."""
-    found = [dict.fromkeys(endurance_figures("/"), 100.0) for _ in range(2)]
-    found[1][name] += 33
-    sheet = endurance("", found)
-    assert verdicts(sheet, name) == [None, False]
-    assert verdicts(sheet, "at the end").count(False) == 1
-
-
-@pytest.mark.self_checks
-def test_the_self_check_runs_once() -> None:
-    """The self-check runs in the first step and in no later one; the comparison of what is read runs in each."""
-    found = measured(CPU, Size(tokens=256, hidden=64, intermediate=128, layers=1, shards=4), torch.float32, rounds=2)
-    assert found["first"][1] > 0 == found["later"][1]
-    assert found["later"][2] > 0
 
 
 def test_flops(everyone: list[Peer]) -> None:
