@@ -43,19 +43,14 @@ class Arguments:
     tree: pytree.TreeSpec
     others: tuple[Any, ...]
     positions: tuple[int, ...]
-    names: tuple[str, ...] | None
-    """Of the arguments by name; ``None`` if there are tuples among the arguments."""
     plain: bool
-    """Whether the arguments are tensors alone, none of them by name."""
+    """Whether the arguments are tensors alone, none of them by name or in a tuple."""
 
     def call_with(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with other tensors in place of theirs."""
         leaves = list(self.others)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
-        if self.names is not None:  # several times as fast as pytree
-            first = len(leaves) - len(self.names)
-            return tuple(leaves[:first]), dict(zip(self.names, leaves[first:], strict=True))
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         return args, kwargs
 
@@ -97,12 +92,7 @@ def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list
         if is_tensor:
             tensors.append(leaf)
             positions.append(position)
-    nested = False
-    for argument in (*args, *kwargs.values()):
-        nested = nested or isinstance(argument, tuple)
-    plain = not nested and not kwargs and len(positions) == len(leaves)
-    names = None if nested else tuple(kwargs)
-    return tensors, Arguments(tree, tuple(others), tuple(positions), names, plain)
+    return tensors, Arguments(tree, tuple(others), tuple(positions), plain=False)
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -112,7 +102,7 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 def _plain_arguments(count: int) -> Arguments:
     """Return those of a call with so many tensors and nothing else."""
     tree = pytree.tree_structure(((0,) * count, {}))
-    return Arguments(tree, (None,) * count, tuple(range(count)), (), plain=True)
+    return Arguments(tree, (None,) * count, tuple(range(count)), plain=True)
 
 
 class Call:

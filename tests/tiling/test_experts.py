@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile
+from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.models import GatedMLP, H
@@ -184,15 +184,3 @@ def test_capacity_and_norms_behind_mixtures(name: str) -> None:
     assert found.keys() == true.keys()
     scale = max(float(value.norm()) for value in true.values())
     assert max(float((found[n] - true[n]).norm()) / max(float(true[n].norm()), 1e-3 * scale) for n in true) <= 1e-6
-
-
-def test_a_scalar_auxiliary_loss_is_refused() -> None:
-    """A module without experts that returns a scalar of its tokens is refused by name, with the remedy."""
-
-    class Scalar(GatedMLP):
-        def forward(self, x: Tensor) -> Any:
-            y = super().forward(x)
-            return y, y.square().mean()
-
-    with pytest.raises(ValueError, match=r"Scalar: output 1 .*not per token"):
-        tile(Scalar(), num_shards=4)(randn(1, 24, H))
