@@ -76,7 +76,6 @@ class Prepared(AbstractContextManager["Prepared"]):
         shared = find_shared(model, sequence_parallel, group) if sequence_parallel else []
         keep = activation_checkpointing.keep if activation_checkpointing else None
         chooses = policy_of(activation_checkpointing.policy) if activation_checkpointing else None
-        offloads = activation_checkpointing is not None and activation_checkpointing.offload is not None
         if keep == "exchange" and not shared:
             raise ValueError("keep='exchange' keeps what ranks exchange, and one rank exchanges nothing: leave it out.")
         losses = find_losses(model) if loss else []
@@ -98,7 +97,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         owner, needs = Owner(), needs or Engine(model)
         unpatched = [(path, block) for path, block in blocks if get_patch(block, BlockPatch) is None]
         with ExitStack() as undo:
-            if activation_checkpointing is not None and offloads:
+            if activation_checkpointing is not None and activation_checkpointing.offload is not None:
                 if not unpatched:
                     raise ValueError(
                         f"offload={activation_checkpointing.offload!r} has no effect: all {len(blocks)} blocks use"

@@ -43,8 +43,11 @@ class Kept:
     def begun(self) -> Iterator[None]:
         """Record what the first call computes, and replay it in the same order in later ones."""
         self._next = 0
-        with keeping(None if self.what is None else self):
+        token = current_kept.set(None if self.what is None else self)
+        try:
             yield
+        finally:
+            current_kept.reset(token)
         self.recorded = True
 
     @property
@@ -119,16 +122,6 @@ class Kept:
 
 current_kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
 """What this thread's block keeps."""
-
-
-@contextmanager
-def keeping(kept: Kept | None) -> Iterator[None]:
-    """Keep there what is computed inside; nothing with ``None``."""
-    token = current_kept.set(kept)
-    try:
-        yield
-    finally:
-        current_kept.reset(token)
 
 
 def kept_or(what: Keep | None, compute: Callable[[], T]) -> T:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -98,9 +97,3 @@ def _cgroup_memory(root: Path) -> Iterator[int]:
                     with suppress(KeyError):
                         free += _figure(folder / "memory.stat", cache)  # the kernel frees unused page cache first
                     yield free
-
-
-def ranks_on_node(ranks_per_node: int | None) -> int:
-    """Return the processes that share a node's memory: by default the launcher's number, else all ranks."""
-    all_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", all_ranks))  # torchrun sets it

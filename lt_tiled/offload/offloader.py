@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from threading import RLock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadError, Origin, name_origin
-from lt_tiled.memory import available_memory, gib, ranks_on_node
+from lt_tiled.memory import available_memory, gib
 from lt_tiled.offload import spill
 from lt_tiled.offload.geometry import Geometry, movable, view_key
 from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher
@@ -243,7 +244,8 @@ def build_offloader(policy: ActivationCheckpointing, ranks_per_node: int | None 
     ``ranks_per_node`` processes share a node's budgets: by default the launcher's number, else all ranks.
     """
     assert policy.offload is not None
-    ranks = ranks_on_node(ranks_per_node)
+    all_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", all_ranks))  # torchrun sets it
     cpu = disk = None
     if "cpu" in policy.offload:
         budget = available_memory() // 2 if policy.cpu_budget is None else parse_bytes(policy.cpu_budget, "cpu_budget")
