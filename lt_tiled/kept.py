@@ -124,10 +124,7 @@ current_kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
 """What this thread's block keeps."""
 
 
-def kept_or(what: Keep | None, compute: Callable[[], T]) -> T:
-    """Return what ``compute`` returns, or what this thread's block kept of it in its forward pass.
-
-    A block keeps what is of its own kind, or of any kind with ``None``.
-    """
+def kept_or(what: Keep, compute: Callable[[], T]) -> T:
+    """Return what ``compute`` returns, or what this thread's block kept of it in its forward pass."""
     kept = current_kept.get()
-    return compute() if kept is None or what not in (kept.what, None) else kept.value(compute)
+    return compute() if kept is None or what != kept.what else kept.value(compute)

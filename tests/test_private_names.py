@@ -28,7 +28,6 @@ from torch.utils import _python_dispatch, _pytree
 from torch.utils import checkpoint as activation_checkpointing
 
 import lt_tiled
-from lt_tiled.sequence_parallel.calls import LowerRight
 from lt_tiled.sequence_parallel.states import RULES
 from tests.models import tiny_llama
 
@@ -114,13 +113,6 @@ def loss_function() -> bool:
     model = tiny_llama()
     model.loss_function = loss_function
     return vars(model)["_loss_function"] is loss_function
-
-
-def lower_right() -> bool:
-    """Whether torch takes what tells the variant, the sizes and the mask for a causal mask of its own."""
-    q, kv = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 5, 4)
-    mask, attention = torch.ones(2, 5, dtype=torch.bool).tril(3), nn.functional.scaled_dot_product_attention
-    return torch.equal(attention(q, kv, kv, LowerRight(2, 5)), attention(q, kv, kv, mask))
 
 
 def rule(name: str) -> bool:
@@ -287,7 +279,6 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_current_graph_task_id": current_graph_task,
     "_cache_enabled": cache_of_parametrizations,
     "_current_level": level_of_dual_numbers,
-    "_dispatch": lower_right,
     "_disable_current_modes": modes_disabled,
     "_disabled_torch_function_impl": unused_torch_function,
     "_engine_run_backward": backward_of_the_engine,

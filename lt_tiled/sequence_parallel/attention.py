@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lt_tiled.attended import attended_alone, keeps_attention
-from lt_tiled.sequence_parallel.calls import TELL_DOCUMENTS, AttentionCall, calls_of, documents_told, mask_of
 from lt_tiled.sequence_parallel.exchange import Share, attend
 from lt_tiled.sequence_parallel.region import Region, current
 
@@ -42,11 +41,6 @@ class Replacement:
 class _Shared(Replacement):
     """An attention function in the table of transformers, which attends to the tokens of all ranks in a region."""
 
-    @property
-    def is_flash(self) -> bool:
-        """Whether documents are told by arguments, and causal masks end with the last query."""
-        return "flash" in self.name
-
     def run(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -67,44 +61,21 @@ class _Shared(Replacement):
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = region.position_ids
         heads, sinks = query.shape[1], kwargs.get("s_aux")
-        documents = region.documents if mask is None else None
-        if heads < region.size and mask is None and self.is_flash:  # which would read the documents of all queries
-            documents = documents_told(kwargs)
-            kwargs = {name: value for name, value in kwargs.items() if not name.startswith(TELL_DOCUMENTS)}
-        causal = kwargs.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
+        documents = region.documents if mask is None and region.documents else [region.total]
 
         def attention(q: Tensor, k: Tensor, v: Tensor, mine: Share, *own_sinks: Tensor) -> Tensor:
             part, options = _Grouped(module, q.shape[1] // k.shape[1]), kwargs
             if own_sinks:
                 part.__dict__["sinks"] = own_sinks[0]  # where eager attention finds them
                 options = kwargs | {"s_aux": own_sinks[0]}
-            own_mask, outputs = mask_of(region, mask, mine.heads, heads), []
-            for call in calls_of(region, mine, documents, own_mask, causal):
-                own = call.of(q, k, v)
-                outputs.append(self.function(part, *own, self._mask(region, call), *args, **options)[0])
+            own_mask, outputs = _mask_of(region, mask, mine.heads, heads), []
+            for own in zip(q.split(documents, 2), k.split(documents, 2), v.split(documents, 2), strict=True):
+                outputs.append(self.function(part, *own, own_mask, *args, **options)[0])
             out: Tensor = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
             return out.transpose(1, 2)
 
         vectors = [] if sinks is None else [sinks]
         return attend(region, query, key, value, attention, vectors).transpose(1, 2).contiguous(), None
-
-    def _mask(self, region: Region, call: AttentionCall) -> Any:
-        """Return the mask of a call, or refuse one that cannot tell which keys its queries see."""
-        if call.is_square:
-            return call.mask
-        dense = isinstance(call.mask, Tensor) and call.mask.dim() == 4
-        if dense or (call.mask is None and not call.causal):
-            return call.mask
-        if call.mask is None and self.name == "sdpa":
-            return call.lower_right()
-        if call.mask is None and self.is_flash:
-            return None
-        raise ValueError(
-            f"{region.owner} has fewer query heads than the {region.size} ranks that share a sequence, so each rank"
-            f" attends with some of its tokens, and {self.name} attention cannot be told which: use sdpa, documents"
-            " packed in one row instead of padding, or as many ranks as query heads."
-        )
 
 
 class _Grouped:
@@ -182,15 +153,25 @@ class AttentionMode(TorchFunctionMode):
         grouped = call.pop("enable_gqa", False)  # one key head may be broadcast instead
 
         def attention(q: Tensor, k: Tensor, v: Tensor, mine: Share) -> Tensor:
-            outputs = []
-            for part in calls_of(region, mine, None, mask_of(region, mask, mine.heads, heads), causal):
-                options = call | {"is_causal": causal and part.is_square}
-                options["enable_gqa"] = grouped and q.shape[1] != k.shape[1]
-                own = part.lower_right() if causal and not part.is_square else part.mask
-                outputs.append(func(*part.of(q, k, v), own, **options))
-            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+            options = call | {"is_causal": causal, "enable_gqa": grouped and q.shape[1] != k.shape[1]}
+            out: Tensor = func(q, k, v, _mask_of(region, mask, mine.heads, heads), **options)
+            return out
 
         return attend(region, query, key, value, attention)
+
+
+def _mask_of(region: Region, mask: Any, mine: slice, heads: int) -> Any:
+    """Return the mask of a rank's heads, or refuse one that is not for all tokens."""
+    if mask is None:
+        return None
+    keys, queries = mask.shape[-1], mask.shape[-2] if len(mask.shape) > 2 else 1  # [B, S] is padding
+    if keys not in (1, region.total) or queries not in (1, region.total):
+        raise ValueError(
+            f"{region.owner} was given an attention mask of the shape {list(mask.shape)}, which is not that of all"
+            f" {region.total} tokens. Make masks before the first block, or leave them out for causal attention."
+        )
+    several = len(mask.shape) > 2 and mask.shape[-3] == heads > 1
+    return mask[(slice(None),) * (len(mask.shape) - 3) + (mine,)] if several else mask
 
 
 def calls_attention(module: nn.Module) -> bool:
@@ -216,16 +197,11 @@ def shared_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(function)
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        region, heads = current(), query.shape[1]
+        region = current()
         if region is None:
             return attended_alone(function, query, key, value, *args, **kwargs)
 
         def own(q: Tensor, k: Tensor, v: Tensor, mine: Share) -> Tensor:
-            if q.shape[2] < k.shape[2]:
-                raise ValueError(
-                    f"{region.owner} has {heads} query heads, and {region.size} ranks share a sequence:"
-                    " shared_attention needs a head for each rank, and F.scaled_dot_product_attention does not."
-                )
             return function(q, k, v, *args, **kwargs)
 
         return attend(region, query, key, value, own)

@@ -8,7 +8,6 @@ is called with: ``position_ids``, and it has no weights.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -58,12 +57,7 @@ def _own_rows(region: Region, table: Any) -> Any:
 def documents_of(position_ids: Tensor) -> list[int]:
     """Return the lengths of the documents in a row ``[1, S]`` whose positions begin again with each."""
     starts = (position_ids[0].diff() != 1).nonzero().flatten().add(1).tolist()
-    return lengths_of(starts, position_ids.shape[-1])
-
-
-def lengths_of(starts: Iterable[int], total: int) -> list[int]:
-    """Return the lengths of documents that begin at 0 and at these places, in a row of ``total`` tokens."""
-    return [high - low for low, high in pairwise([*dict.fromkeys([0, *starts]), total])]
+    return [high - low for low, high in pairwise([0, *starts, position_ids.shape[-1]])]
 
 
 def find_rotary(module: nn.Module) -> list[nn.Module]:

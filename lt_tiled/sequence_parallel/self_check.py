@@ -152,8 +152,8 @@ def _difference(
         )
     for index, (everything, mine) in enumerate(zip(in_one, in_shared, strict=True) if blocks else ()):
         share = mine[0]
-        for place, name, part in ((1, "queries", share.queries), (2, "keys", share.keys), (3, "values", share.keys)):
-            if error := _excess(mine[place], part.of(everything[place]), dtype):
+        for place, name, heads in ((1, "queries", share.heads), (2, "keys", share.keys), (3, "values", share.keys)):
+            if error := _excess(mine[place], everything[place][:, heads], dtype):
                 return (
                     f"{owner} gives attention {index} other {name} when {shared.size} ranks share the sequence"
                     f" (relative difference {error:.1e}). It may compute positions from the number of tokens that it"

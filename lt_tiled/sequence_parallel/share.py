@@ -22,6 +22,7 @@ from lt_tiled.sequence_parallel.attention import (
 )
 from lt_tiled.sequence_parallel.causal import DecoderPatch
 from lt_tiled.sequence_parallel.forward import SharedBlock
+from lt_tiled.sequence_parallel.groups import check_heads
 from lt_tiled.sequence_parallel.model import SharedModel
 from lt_tiled.sequence_parallel.positions import RotaryPatch, find_rotary
 from lt_tiled.sequence_parallel.self_check import switches
@@ -106,7 +107,7 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
         return [shared(path, m, None, [(path, m)]) for path, m in named]
     if pretrained:
         for _, m in pretrained:
-            _refuse_unsupported(m)
+            _refuse_unsupported(m, policy.size)
         return [shared(path, m, m, _blocks_of(path, m, _decoder_of(m))) for path, m in pretrained]
     blocks = _blocks_of("", model, model)
     modules, above = dict(everything), blocks[0][0].split(".")[:-2]
@@ -115,7 +116,7 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     return [shared("", model, modules[".".join(above)], blocks)]
 
 
-def _refuse_unsupported(model: nn.Module) -> None:
+def _refuse_unsupported(model: nn.Module, size: int) -> None:
     """Raise ``ValueError`` for a model of transformers whose sequences cannot be shared."""
     config: Any = model.config
     text, kind = config.get_text_config(), type(model).__name__
@@ -137,6 +138,9 @@ def _refuse_unsupported(model: nn.Module) -> None:
             " attention, of which each rank has a part. Use sequence_parallel=1 with activation_checkpointing='cpu',"
             " tiling and the tiled loss, or a model with attention to all tokens."
         )
+    heads = getattr(text, "num_attention_heads", None)
+    if isinstance(heads, int) and (not kinds or kinds - STATE_LAYERS):
+        check_heads(kind, size, heads)
     mixers = bool(find_mixers([("", model)]))
     if others := kinds - _KINDS - (STATE_LAYERS if mixers else set()):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 Models call module-level functions for both. These are replaced in the module that the layer's code belongs to. In a
 region, a rule over all tokens (a scan, a delta rule) runs on a part of the heads, as attention does, and a
-convolution gets the last tokens of the ranks before. Outside of a region they compute as before, and a block with
+convolution gathers the last tokens of the ranks before. Outside of a region they compute as before, and a block with
 ``keep`` saves what they compute.
 """
 
@@ -23,7 +23,7 @@ from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel.attention import Replacement, replace
 from lt_tiled.sequence_parallel.collectives import all_gather
-from lt_tiled.sequence_parallel.exchange import Part, Share, exchanged, over_heads
+from lt_tiled.sequence_parallel.exchange import Share, over_heads
 from lt_tiled.sequence_parallel.region import Region, current
 
 
@@ -114,11 +114,6 @@ def scanned(region: Region, function: Callable[..., Any], rule: Rule, args: Sequ
 
     queries = [_by_heads(arguments[name]) for name in names["heads"]]
     keys = [_by_heads(arguments[name]) for name in names["groups"]]
-    if (heads := queries[0].shape[1]) < region.size:
-        raise ValueError(
-            f"{region.owner} has {heads} heads of a state, which {region.size} ranks cannot share: use"
-            f" sequence_parallel={heads} or less."
-        )
     output = over_heads(region, queries, keys, [arguments[name] for name in names["vector"]], compute)
     output = _by_tokens(output, 4).contiguous()  # models may call view on it
     return (output, None) if rule.with_state else output
@@ -151,9 +146,11 @@ def convolved(
     region.exchanges += 1
     if region.size == 1:
         return function(x, weight, *args, **kwargs)
-    channels, count = x.shape[1], weight.shape[-1] - 1
-    before = [Part(slice(0, channels), [slice(max(0, begin - count), begin)]) for begin in region.begins]
-    halo = exchanged(region, [before], [x.unsqueeze(-1)], to_heads=True, keep=None)[0].squeeze(-1)
+    # The last tokens of each rank, or all of them if it has fewer than the kernel looks back.
+    lengths = [min(weight.shape[-1] - 1, length) for length in region.lengths]
+    mine, end = lengths[region.rank], sum(lengths[: region.rank])
+    last = all_gather(x.narrow(-1, region.length - mine, mine), lengths, x.dim() - 1, region.name)
+    halo = last[..., max(0, end - weight.shape[-1] + 1) : end]
     count = halo.shape[-1]
     if kwargs.get("seq_idx") is not None:
         begin = region.begins[region.rank]

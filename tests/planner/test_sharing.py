@@ -66,18 +66,6 @@ def test_exchanged_bytes_are_communication() -> None:
     assert "communication" not in held(base, TOKENS, None)[0]
 
 
-def test_more_ranks_than_heads() -> None:
-    """Two ranks with one head have half of its queries each, and all of its keys and values; there is no mask."""
-    parts, _ = held(job(TiledDDPStrategy(gradient_as_bucket_view=True), devices=8), TOKENS, SequenceParallel(8))
-    heads = LLAMA["num_attention_heads"]
-    assert heads == 4
-    width = LLAMA["hidden_size"] // heads
-    sent = (heads + 2 * 8) * width * 4 * TOKENS // 8  # a key-value head goes to each rank
-    arrived = (TOKENS // 2 + 2 * TOKENS) * width * 4
-    assert parts["communication"] == sent + arrived + 4
-    assert parts["attention"] < TOKENS // 4 * TOKENS
-
-
 def test_a_size_that_does_not_divide() -> None:
     """Ranks that do not form groups of the size are refused with the sizes that they can form."""
     with pytest.raises(ValueError, match=r"sequence_parallel=3 does not divide the 4 ranks: choose one of \[1, 2, 4\]"):

@@ -239,22 +239,6 @@ def no_labels(x: Tensor) -> dict[str, Any]:
 _WINDOW = {"sliding_window": 6}
 _MIXED = {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_FEW = {"num_attention_heads": 2, "head_dim": 16}
-FEW_HEADS = {
-    "2/2": Case(causal("llama", **_FEW)),
-    "2/1": Case(causal("llama", **_FEW, num_key_value_heads=1)),
-    "3/1": Case(causal("llama", hidden_size=48, num_attention_heads=3, num_key_value_heads=1, head_dim=16)),
-    "1/1": Case(causal("llama", num_attention_heads=1, num_key_value_heads=1, head_dim=32)),
-    "5 tokens": Case(causal("llama", num_attention_heads=1, num_key_value_heads=1, head_dim=32), tokens=5),
-    "packed": Case(causal("llama", **_FEW), rows=1, given=packed),
-    "packed rows": Case(causal("llama", **_FEW), given=packed),
-    "padded left": Case(causal("llama", **_FEW), given=padded(True)),
-    "no labels": Case(causal("llama", **_FEW), given=no_labels),
-    "sliding window": Case(causal("mistral", **_FEW, **_WINDOW)),
-    "hand-written": Case(gpt(heads=2, keys=1)),
-    "hand-written, window": Case(gpt(heads=2), given=lambda x: {"input_ids": x, "labels": x, "window": 5}),
-}
-"""Cases with fewer query heads than four ranks."""
 CASES = {
     "llama": Case(causal("llama")),
     "llama 8/2": Case(causal("llama", num_attention_heads=8, head_dim=4)),
@@ -280,7 +264,6 @@ CASES = {
     "mixtral": Case(causal("mixtral", num_local_experts=4, num_experts_per_tok=2)),
     "hand-written": Case(gpt()),
     "hand-written 6/3": Case(gpt(heads=6, keys=3)),
-    **{f"few heads, {name}": case for name, case in FEW_HEADS.items()},
     "own loss": Case(body(), given=half_ignored, targets="body"),
     "own loss, sum": Case(body(reduction="sum"), targets="Body"),
     "own loss, count": Case(body(count=50.0), targets="body"),

@@ -40,17 +40,6 @@ def test_gradients(name: str, fields: dict[str, Any], keep: Any, four_ranks: Wor
         assert found[name] < (3e-7 if "tiling" in policies else CASES[name].error)
 
 
-@pytest.mark.table("packed-attention|sliding window-exchange|2/1-attention_output")
-@pytest.mark.parametrize("keep", [None, "exchange", "attention", "attention_output"])
-@pytest.mark.parametrize("name", ["2/1", "packed", "sliding window"])
-def test_few_heads(name: str, keep: Any, four_ranks: World) -> None:
-    """Nor where several ranks have the same heads, and keep what some of the tokens attend to."""
-    name = f"few heads, {name}"
-    policies = {"activation_checkpointing": ActivationCheckpointing(offload="cpu", keep=keep)}
-    for found in four_ranks(errors, [name], 4, policies):
-        assert found[name] < 1e-12
-
-
 @pytest.mark.parametrize(("keep", "count"), [(None, 6), ("exchange", 4), ("attention", 4), ("attention_output", 6)])
 def test_collectives(keep: Any, count: int, four_ranks: World) -> None:
     """A layer makes two all-to-alls in the forward pass and two in the backward pass, and two in its recompute unless
@@ -189,22 +178,6 @@ def test_complex_views(keep: Any) -> None:
     with lt_tiled.prepare(model, activation_checkpointing=ActivationCheckpointing(keep=keep)):
         found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     torch.testing.assert_close(found, true)
-
-
-def error_in_autocast() -> float:
-    """The relative error of a loss in bfloat16, where two ranks have one head."""
-    model, inputs, found = CASES["few heads, 2/1"].build().float(), CASES["few heads, 2/1"].inputs(), []
-    for size in (1, 4):
-        policies: dict[str, Any] = {"sequence_parallel": size} if size > 1 else {}
-        with torch.autocast("cpu", torch.bfloat16), lt_tiled.prepare(model, loss=True, **policies):
-            found.append(float(model(**inputs).loss))
-    return abs(found[1] / found[0] - 1)
-
-
-def test_few_heads_in_autocast(four_ranks: World) -> None:
-    """Autocast reaches attention with the causal mask of some of the queries."""
-    for error in four_ranks(error_in_autocast):
-        assert error < 0.01
 
 
 class NoAttention(nn.Module):

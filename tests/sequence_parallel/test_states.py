@@ -16,7 +16,6 @@ from torch import Tensor
 
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, SequenceParallel
-from lt_tiled.sequence_parallel import exchange
 from lt_tiled.sequence_parallel.groups import Groups
 from lt_tiled.sequence_parallel.share import find_shared
 from lt_tiled.sequence_parallel.states import RULES, find_mixers
@@ -152,43 +151,33 @@ def test_kept_on_one_rank(name: str, keep: Any, runs: int, monkeypatch: pytest.M
             torch.testing.assert_close(one, other)
 
 
-SENT = {"qwen3_next": 3 + 2, "bamba": 3 + 2, "lfm2": 1 + 2, "mamba2": 2 * 3}
-"""The all-to-alls of a forward pass of two layers: those of the layer with a state and its halo, and of attention."""
-HALOS = {"qwen3_next": 3 * (2 * 16 + 32), "bamba": 3 * (64 + 2 * 16), "lfm2": 2 * 32, "mamba2": 3 * 96}
-"""Tokens before a rank's own times channels, for each sequence."""
+def collectives(name: str, keep: Any) -> dict[str, int]:
+    """The collectives of a checkpointed step without a self-check."""
+    model, x = hybrid(name), ids(2, 37)
+    policy, checkpointing = SequenceParallel(2, self_check=False), ActivationCheckpointing(keep=keep)
+    with (
+        lt_tiled.prepare(model, sequence_parallel=policy, activation_checkpointing=checkpointing, loss=True),
+        Counts() as counts,
+    ):
+        model(input_ids=x, labels=x).loss.backward()
+    return {name: counts.found[name] for name in ("all_to_all", "all_gather", "reduce_scatter", "group_mean")}
 
 
-def sent(name: str) -> tuple[int, list[int]]:
-    """The all-to-alls of a step of two ranks, and the sizes of what the convolutions of rank 0 send."""
-    sizes: list[int] = []
-    original = exchange.all_to_all
-
-    def sending(packed: Tensor, *args: Any) -> Tensor:
-        if packed.numel() in (0, 2 * HALOS[name]):
-            sizes.append(packed.numel())
-        return original(packed, *args)
-
-    fields = {} if name != "lfm2" else {"conv_L_cache": 3}
-    model, x = hybrid(name, **fields), ids(2, 37)
-    policy = SequenceParallel(2, self_check=False)
-    with pytest.MonkeyPatch.context() as patch, lt_tiled.prepare(model, sequence_parallel=policy, loss=True):
-        patch.setattr(exchange, "all_to_all", sending)
-        with Counts() as counts:
-            model(input_ids=x, labels=x).loss.backward()
-    return counts.found["all_to_all"], sizes
+LAYERS = {"qwen3_next": (4, 1), "bamba": (4, 1), "lfm2": (2, 1), "mamba2": (4, 2)}
+"""The all-to-alls of a forward pass of two layers, one of which is attention in most, and their convolutions."""
 
 
-@pytest.mark.table("bamba|lfm2")
-@pytest.mark.parametrize("name", SENT)
-def test_sent(name: str, world: World) -> None:
-    """Each kind of layer makes its all-to-alls in the forward pass and as many in the backward pass, and a convolution
-    sends the last tokens alone.
+@pytest.mark.table("bamba-exchange-2|lfm2-None-3")
+@pytest.mark.parametrize(("keep", "times"), [(None, 3), ("exchange", 2), ("attention", 2)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_collectives(name: str, keep: str | None, times: int, world: World) -> None:
+    """A layer with a state sends its inputs and its outputs, and gathers the last tokens for its convolution; each has
+    a backward pass.
     """
-    (count, forth), (_, back) = world(sent, name)
-    layers = 2 if name == "mamba2" else 1
-    assert count == 2 * SENT[name]
-    assert forth == [2 * HALOS[name]] * layers + [0] * layers
-    assert back == [0] * layers + [2 * HALOS[name]] * layers
+    exchanges, convolutions = LAYERS[name]
+    gathered = {"all_gather": 2 * convolutions, "reduce_scatter": convolutions}
+    for found in world(collectives, name, keep):
+        assert found == {"all_to_all": times * exchanges, **gathered, "group_mean": 1}
 
 
 def kernel_rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
@@ -266,7 +255,7 @@ def test_too_few_heads(four_ranks: World) -> None:
     """More ranks than heads of a state are refused with the size that is possible."""
     fields = {"linear_num_value_heads": 2, "linear_num_key_heads": 1}
     for message in four_ranks(error, "qwen3_next", "labels", 4, 37, fields):
-        assert re.search(r"has 2 heads of a state, which 4 ranks .*sequence_parallel=2 or less", message)
+        assert re.search(r"sequence_parallel=4 needs .* has 2: use sequence_parallel=2 or less", message)
 
 
 _INDEXED = {"layer_types": ["linear_attention", "indexed_attention"], "indexer_budget": 8, "indexer_head_dim": 8}
