@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
@@ -92,14 +92,17 @@ _EAGER = "eager_attention_forward"
 """The function of a model's file that is not in the table, because each has its own."""
 
 
-def eager_files(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the contents of the files of transformers whose eager attention a module may call."""
-    files = dict.fromkeys(sys.modules.get(type(part).__module__) for part in module.modules())
-    return [vars(file) for file in files if hasattr(file, _EAGER)]
+def find_sinks(modules: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Return the contents of the files of transformers whose eager attention has sinks, which sdpa lacks."""
+    files: dict[str, dict[str, Any]] = {}
+    for part in (part for module in modules for part in module.modules()):
+        if hasattr(part, "sinks") and hasattr(file := sys.modules[type(part).__module__], _EAGER):
+            files[file.__name__] = vars(file)
+    return list(files.values())
 
 
 def share_interface(modules: Sequence[nn.Module], undo: ExitStack) -> None:
-    """Wrap the attention functions of transformers, and eager attention in the files of these modules.
+    """Wrap the attention functions of transformers, and eager attention with sinks in the files of these modules.
 
     The last one of several users restores them when its ``undo`` is closed.
     """
@@ -107,7 +110,7 @@ def share_interface(modules: Sequence[nn.Module], undo: ExitStack) -> None:
 
     for name in list(TABLE):
         replace(TABLE, name, partial(_Shared, name), undo)
-    for file in {id(file): file for module in modules for file in eager_files(module)}.values():
+    for file in find_sinks(modules):
         replace(file, _EAGER, partial(_Shared, "eager"), undo)
 
 

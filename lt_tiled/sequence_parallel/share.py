@@ -17,7 +17,7 @@ from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import (
     AttentionMode,
     calls_attention,
-    eager_files,
+    find_sinks,
     share_interface,
 )
 from lt_tiled.sequence_parallel.causal import DecoderPatch
@@ -147,7 +147,7 @@ def _refuse_unsupported(model: nn.Module, size: int) -> None:
             f"{kind} has layers of the kinds {sorted(others)}, whose state cannot be shared: use a model with"
             " attention, Mamba 2, delta rules or short convolutions, or sequence_parallel=1."
         )
-    if text._attn_implementation == "eager" and kinds != {"linear_attention"} and not eager_files(model):
+    if text._attn_implementation == "eager" and kinds != {"linear_attention"} and not find_sinks([model]):
         found = [name for name, flag in _INSTEAD_OF_EAGER.items() if getattr(model, flag, False)]
         remedy = f"load it with attn_implementation={' or '.join(map(repr, found))}" if found else "use another model"
         raise ValueError(

@@ -32,6 +32,7 @@ REFUSED = {
     "DeBERTa V2": _NONE,
     "Doge": _UNSEEN,
     "FNet": _NONE,
+    "Gemma 2": _EAGER + "load it with attn_implementation='flash_attention_2' or 'flex_attention'",
     "GPT-J": _EAGER + "load it with attn_implementation='flash_attention_2'",
     "GPT-Neo": _EAGER + "load it with attn_implementation='flash_attention_2'",
     "Hiera": _NONE,

@@ -18,7 +18,7 @@ from tests.lit import trainer
 from tests.parity import near, rounding
 from tests.sequence_parallel.hybrids import hybrid
 from tests.sequence_parallel.models import ids
-from tests.sequence_parallel.test_eager import FIELDS
+from tests.sequence_parallel.test_sinks import FIELDS
 from tests.sequence_parallel.test_states import EACH_KIND
 from tests.world import world_of
 
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.slow
 
 ENGINES = ("ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")
 STEPS, TOKENS = 2, 37
-EAGER = "gpt_oss"
+SINKS = "gpt_oss"
 """Eager attention with sinks."""
 
 
 def build(name: str) -> nn.Module:
-    model: Any = hybrid(name, **FIELDS[EAGER] if name == EAGER else {}).float()
-    if name == EAGER:
+    model: Any = hybrid(name, **FIELDS if name == SINKS else {}).float()
+    if name == SINKS:
         model.set_attn_implementation("eager")
     return model
 
@@ -77,7 +77,7 @@ def trained(engine: str, name: str, shared: bool) -> tuple[list[float], Tensor]:
 
 
 @pytest.mark.table("ddp-bamba|fsdp2-qwen3_5_text|zero3-bamba|fsdp-lfm2")
-@pytest.mark.parametrize("name", [*EACH_KIND[1:], "qwen3_5_text", EAGER])
+@pytest.mark.parametrize("name", [*EACH_KIND[1:], "qwen3_5_text", SINKS])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_trainer(engine: str, name: str, request: pytest.FixtureRequest) -> None:
     """With shared sequences, losses and weights after two steps are those of the same engine without."""
