@@ -157,7 +157,7 @@ class SequenceParallel:
     from its input to its output."""
     self_check: bool = True
     """Run some tokens of the first input whole on each rank and shared, past each length that the configuration names,
-    and raise an error if outputs, what attention is given, or what modules keep in attributes differ."""
+    and raise an error if outputs, or what attention is given, differ."""
 
     def __post_init__(self) -> None:
         check_count("size", self.size)

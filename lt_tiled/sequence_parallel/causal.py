@@ -29,12 +29,12 @@ _NEEDS_CACHE = ("use_cache", "past_key_values", "position_ids")
 """Arguments with which the default cache may matter: transformers finds packed documents where there is none."""
 
 
-def refuse_outputs(owner: str, call: Call, from_tokens: bool) -> None:
+def refuse_outputs(owner: str, call: Call, to_loss: bool) -> None:
     """Raise ``ValueError`` if a call asks for outputs of which each rank has its own tokens.
 
-    Router logits are gathered in a model that is shared ``from_tokens`` to its loss.
+    Router logits are gathered in a model that is shared ``to_loss``.
     """
-    for name in ("output_attentions", "output_hidden_states", *([] if from_tokens else ["output_router_logits"])):
+    for name in ("output_attentions", "output_hidden_states", *([] if to_loss else ["output_router_logits"])):
         asked = call.arguments.get(name)
         if getattr(call.module.config, name, False) if asked is None else asked:
             raise ValueError(

@@ -13,11 +13,9 @@ attention exchanges heads for tokens (``attention.py``), and the loss of all tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -29,7 +27,6 @@ from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
 from lt_tiled.sequence_parallel.self_check import TOKENS, check_shared
 from lt_tiled.sequence_parallel.sharing import Sharing
-from lt_tiled.sequence_parallel.users_code import kept_values, refuse_gradients, refuse_hooks
 
 _OTHER_SEQUENCE = ("encoder_hidden_states", "cross_attention_states", "key_value_states")
 
@@ -55,8 +52,6 @@ class SharedPart(Patch):
         """The name in messages."""
         self.checked = 0
         """The largest number of tokens with which the module passed the self-check."""
-        self.kept_nothing = False
-        """Whether it was seen in training that the module keeps no gradients beside its output."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (region := current()) is not None:
@@ -86,17 +81,6 @@ class SharedPart(Patch):
         check_shared(call.module, self.name, call.tokens.device, regions, run, blocks)
         self.checked = max(self.checked, tokens)
 
-    @contextmanager
-    def keeps_nothing(self, module: nn.Module) -> Iterator[None]:
-        """Refuse gradients that a module keeps beside its output, the first time that it trains."""
-        if self.kept_nothing or not module.training or not torch.is_grad_enabled():
-            yield
-            return
-        before = kept_values(module)
-        yield
-        refuse_gradients(self.name, before, kept_values(module))
-        self.kept_nothing = True
-
 
 class SharedBlock(SharedPart):
     """On each module of a chain that opens a region at the first of them and closes it at the last one."""
@@ -104,14 +88,6 @@ class SharedBlock(SharedPart):
     def __init__(self, sharing: Sharing, path: str, first: bool, last: bool) -> None:
         super().__init__(sharing, f"{sharing.owner}: {path}")
         self.first, self.last = first, last
-        self.hooks_outside = ["_forward_pre_hooks"] * first + ["_forward_hooks"] * last
-        """The kinds of hooks on the block that get all tokens where the region is no more than the blocks."""
-
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region = current()
-        if region is not None and region.size > 1 and not is_backward():
-            refuse_hooks(self.name, module, outside=())
-        return super().run(module, args, kwargs)
 
     def share(self, call: Call) -> Any:
         sharing = self.sharing
@@ -170,7 +146,6 @@ class SharedBlock(SharedPart):
         if own is not tokens:
             own = own.clone()  # a view would keep those of all ranks alive
         if not is_backward():
-            refuse_hooks(self.name, call.module, self.hooks_outside)
             for count in self.lengths_to_check(region.total):
                 self._check(region, call, own, count)
         if self.first and not is_backward():  # in a reentrant checkpoint the output has no graph yet
@@ -178,7 +153,7 @@ class SharedBlock(SharedPart):
         if region.position_ids is None:
             region.position_ids = call.arguments.get("position_ids")
         local = call.changed(self.name, region.total, own, region.local)
-        with self.keeps_nothing(call.module), entered(region):
+        with entered(region):
             output = local.run(self.inner)
         return self._returned(region, output)
 
@@ -201,8 +176,6 @@ class SharedBlock(SharedPart):
             return output
         self.sharing.open, region.closed = None, True
         region.check_exchanged()
-        if region.ends_with_loss:
-            return output
         whole = region.mean(leaves[0]) if is_loss else region.gathered(leaves[0])
         return pytree.tree_map(lambda leaf: whole if leaf is leaves[0] else leaf, output)
 

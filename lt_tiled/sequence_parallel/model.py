@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
-from lt_tiled.modules.patch import get_patch
 from lt_tiled.sequence_parallel import causal
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to
-from lt_tiled.sequence_parallel.forward import SharedBlock, SharedPart
+from lt_tiled.sequence_parallel.forward import SharedPart
 from lt_tiled.sequence_parallel.region import Region, entered
 from lt_tiled.sequence_parallel.self_check import TOKENS
 from lt_tiled.sequence_parallel.sharing import Sharing
-from lt_tiled.sequence_parallel.users_code import runs_known_code, users_hooks
-
-Begin = Literal["tokens", "first block"]
-"""Where the region of a causal model begins: at its token ids, or at the input of its first block."""
 
 
 class SharedModel(SharedPart):
@@ -39,67 +33,49 @@ class SharedModel(SharedPart):
         if sharing.hand_written:  # its first block compares the batches, if it shares them
             self._check_around(call)
         else:
-            begin = self._begin(call) if causal.computes_loss(call) else None
-            causal.refuse_outputs(sharing.owner, call, begin == "tokens")
-            if begin is not None:
+            to_loss = self._is_shared_to_loss(call)
+            causal.refuse_outputs(sharing.owner, call, to_loss)
+            if to_loss:
                 with sharing.compared(call):
-                    return self._to_loss(call, begin)
+                    return self._to_loss(call)
             call = causal.without_unused_cache(call)
             compares = not causal.fills_cache(call) and not causal.is_partial(call)  # ranks may generate apart
         with sharing.around_blocks(call), sharing.compared(call) if compares else nullcontext():
             return call.run(self.inner)
 
-    def _begin(self, call: Call) -> Begin | None:
-        """Return where the region of a causal model that ends with its loss begins.
+    def _is_shared_to_loss(self, call: Call) -> bool:
+        """Whether the region of a call is that of a causal model, from its token ids to its loss.
 
-        It is the first block where the embeddings may need all tokens. If something else around the blocks may, the
-        region ends with the last block, and this is ``None``: GPT-2 reshapes behind its blocks to the shape of all.
+        Otherwise it ends with the last block: GPT-2 reshapes behind its blocks to the shape of all.
         """
+        if not causal.computes_loss(call):
+            return False
         model: Any = call.module
-        before, embeddings = None, model.get_input_embeddings()
         if self.sharing.mode is not None:
-            before = "it gives masks to torch's attention itself"
-        behind = None if self.rotary else "it has no rotary position embeddings"
-        for part in _outside_blocks(model):
-            because = None
-            if not runs_known_code(part):
-                because = f"{type(part).__name__} is not a class of transformers"
-            elif part is not model and users_hooks(part):
-                because = f"{type(part).__name__} has a hook"
-            if part is embeddings:
-                before = because or before
-            else:
-                behind = because or behind
-        for block in model.modules():
-            patch = get_patch(block, SharedPart)
-            if isinstance(patch, SharedBlock) and users_hooks(block, patch.hooks_outside):
-                behind = f"{patch.name} has a hook"
-        if because := behind or before:
-            inform(
-                f"{self.name} computes what is before {'and behind ' if behind else ''}its blocks for all tokens on"
-                f" each rank: {because}",
-                once=f"all tokens {self.name}",
-            )
-        if behind is not None:
-            return None
-        if before is None:
-            return "tokens"
-        return None if causal.fills_cache(causal.without_unused_cache(call)) else "first block"
+            because = "it gives masks to torch's attention itself"
+        elif not self.rotary:
+            because = "it has no rotary position embeddings"
+        elif model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
+            because = "the noise of its embeddings (neftune_noise_alpha) depends on the sequence length"
+        else:
+            return True
+        inform(
+            f"{self.name} computes what is before and behind its blocks for all tokens on each rank: {because}",
+            once=f"all tokens {self.name}",
+        )
+        return False
 
-    def _to_loss(self, call: Call, begin: Begin) -> Any:
+    def _to_loss(self, call: Call) -> Any:
         """Run a causal model on the rank's own tokens, and return its output with the loss of the whole sequence."""
         sharing, tokens = self.sharing, call.tokens
         assert tokens is not None
-        from_tokens = begin == "tokens"
-        if from_tokens:
-            self._check_to_loss(call, tokens)
+        self._check_to_loss(call, tokens)
         if (total := tokens.shape[1]) < sharing.size:
             return call.run(self.inner)
-        region = sharing.region(total, in_blocks=not from_tokens, ends_with_loss=True)
-        own = causal.own_arguments(region, call) if from_tokens else dict(causal.without_unused_cache(call).arguments)
+        region = sharing.region(total)
+        own = causal.own_arguments(region, call)
         as_tuple = own.pop("return_dict", None) is False
-        inside = entered(region) if from_tokens else sharing.opened_by_first_block(region)
-        with self.keeps_nothing(call.module), causal.shared_loss(region, call), inside:
+        with causal.shared_loss(region, call), entered(region):
             output = self.inner(call.module, **own)
         output["loss"] = region.mean(output["loss"])
         region.check_exchanged()
@@ -167,11 +143,3 @@ class SharedModel(SharedPart):
             output = call.run(self.inner)
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         return torch.cat([leaf.flatten() for leaf in leaves if leaf.is_floating_point()])
-
-
-def _outside_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and those inside of it that are no blocks, nor in one."""
-    yield module
-    for child in module.children():
-        if not isinstance(get_patch(child, SharedPart), SharedBlock):
-            yield from _outside_blocks(child)

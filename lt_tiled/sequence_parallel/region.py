@@ -19,7 +19,7 @@ rank's labels and the mean of the group's counts
 
 Each rank holds its own tokens of embeddings, hidden states and logits. What is small and may depend on all tokens is
 computed from all of them on each rank: masks, positions, rotary tables (of which a rank keeps its own rows) and the
-loss of the router. Where a model may compute anything else before its first block, the region begins at that block.
+loss of the router. Where a model computes anything else before its first block, the region begins at that block.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ class Region:
     total: int
     owner: str
     in_blocks: bool = False
-    ends_with_loss: bool = False
-    """Whether a region that begins with the first block ends with the loss of the model, and not with the last one."""
     mode: AbstractContextManager[Any] | None = None
     """The torch function mode that finds attention in models that call torch's function themselves."""
     position_ids: Tensor | None = None

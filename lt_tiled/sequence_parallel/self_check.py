@@ -8,6 +8,7 @@ which a model computes something else, as far as its configuration names them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_tiled.sequence_parallel.region import Region, entered
-from lt_tiled.sequence_parallel.users_code import kept_values, replaced_values, unchanged_in_place
 from lt_tiled.tiling.observe import Observation
-from lt_tiled.tiling.recompute import random_state_kept
+from lt_tiled.tiling.recompute import random_state_kept, version_of
 
 TOKENS = 4
 """Tokens of each rank; the first rank has one more, as lengths may be uneven."""
@@ -64,10 +64,9 @@ def check_shared(
             cannot run on so few tokens.
     """
     outputs: list[Tensor] = []
-    kept: list[dict[str, Tensor]] = []
     for region in regions:
         try:
-            output, beside = _run_apart(module, owner, device, region, run)
+            outputs.append(_run_apart(module, owner, device, region, run))
         except (RuntimeError, IndexError, TypeError) as error:
             if isinstance(error, torch.OutOfMemoryError | dist.DistError):
                 raise
@@ -83,10 +82,8 @@ def check_shared(
                 f"{owner} cannot run on {region.total} tokens, with which sequence parallelism checks it ({error})."
                 f" It may need a number of tokens that is a product of others, as of an image. {_REMEDY}"
             ) from error
-        outputs.append(output)
-        kept.append(beside)
     dtype = _computes_in(module, regions[0], outputs[0])
-    problem = _difference(owner, regions, outputs, blocks, dtype) or _other_values(owner, kept, dtype)
+    problem = _difference(owner, regions, outputs, blocks, dtype)
     problems: list[str | None] = [problem]
     if (group := regions[1].group) is not None:  # positions of the first rank begin at 0: it may find nothing
         problems = [None] * group.size()
@@ -98,19 +95,28 @@ def check_shared(
 
 def _run_apart(
     module: nn.Module, owner: str, device: torch.device, region: Region, run: Callable[[Region], Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the output in a region, and what the module keeps of it beside. Everything is left as it was."""
+) -> Tensor:
+    """Return the output in a region. Everything is left as it was."""
     observed = Observation(owner, (module,), "").restored("the comparison")
-    with torch.no_grad(), random_state_kept(device), unchanged_in_place(module), observed:
+    with torch.no_grad(), random_state_kept(device), _buffers_restored(module), observed, entered(region):
         for part in module.modules():
             part.training = False
-        before = kept_values(module)
-        with entered(region):
-            output = run(region)
-        beside = {}
-        for place, value in replaced_values(before, kept_values(module)).items():
-            beside[place] = torch.as_tensor(value).detach().clone()
-        return output, beside
+        return run(region)
+
+
+@contextmanager
+def _buffers_restored(module: nn.Module) -> Iterator[None]:
+    """Undo in-place changes of buffers.
+
+    :class:`Observation` restores what a second pass would read, and has no copies before a first one.
+    """
+    copies = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, version, copy in copies:
+            if version_of(buffer) != version:
+                buffer.data.copy_(copy)
 
 
 def _computes_in(module: nn.Module, region: Region, output: Tensor) -> torch.dtype:
@@ -124,19 +130,6 @@ def _computes_in(module: nn.Module, region: Region, output: Tensor) -> torch.dty
     tensors = [output, *module.parameters()]
     narrowest = min((t.dtype for t in tensors if t.is_floating_point()), key=lambda dtype: dtype.itemsize)
     return region.mixes_in or narrowest
-
-
-def _other_values(owner: str, kept: Sequence[dict[str, Tensor]], dtype: torch.dtype) -> str | None:
-    """Return what a module keeps beside its output that is not the same, if anything is not."""
-    for place, true in kept[0].items():
-        found = kept[1].get(place)
-        if found is not None and true.shape == found.shape and _excess(found, true, dtype):
-            return (
-                f"{owner} keeps {place}, which is another value where ranks share a sequence: that of the tokens of one"
-                " rank. Compute it from the output of the model, or name the modules that are independent of this in"
-                " SequenceParallel(targets=...)."
-            )
-    return None
 
 
 def _difference(

@@ -43,7 +43,7 @@ class Sharing:
     open: Region | None = None
     """The region that the first block opened and the last one will close."""
     given: Region | None = None
-    """A region that the first block opens in place of its own: one that ends with the loss, or of a self-check."""
+    """A region that the first block opens in place of its own: that of a self-check."""
     regions: WeakSet[Region] = field(default_factory=WeakSet)
     """Those that a graph holds: a model's own activation checkpointing may recompute their blocks."""
     call: Call | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from contextlib import nullcontext
 from typing import Any
@@ -16,8 +17,8 @@ import lt_tiled
 from lt_tiled import SequenceParallel
 from lt_tiled.sequence_parallel.share import find_shared
 from tests.models import H
-from tests.sequence_parallel.models import GPT, VOCAB, Block, Pooled, body, causal, ids
-from tests.sequence_parallel.runs import against_whole
+from tests.sequence_parallel.models import GPT, VOCAB, Block, Pooled, body, causal, ids, no_labels
+from tests.sequence_parallel.runs import against_whole, step, worst
 from tests.world import World
 
 
@@ -257,3 +258,133 @@ def test_the_caller_of_blocks_in_a_module_dict() -> None:
     model = InModuleDict()
     (part,) = find_shared(model, SequenceParallel(2), None)
     assert part.caller is model
+
+
+def labeled(tokens: int = 37) -> dict[str, Any]:
+    return {"input_ids": (x := ids(2, tokens)), "labels": x}
+
+
+def noisy_llama() -> Any:
+    """A Llama with NEFTune, whose noise depends on the length."""
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    model: Any = causal("llama")()
+    model.model.embed_tokens.neftune_noise_alpha = 5.0
+    model.model.embed_tokens.register_forward_hook(neftune_post_forward_hook)
+    return model
+
+
+def with_noise() -> float:
+    """The error of a step with one seed on all ranks."""
+    model = noisy_llama()
+    reference, found = copy.deepcopy(model), []
+    lt_tiled.prepare(reference, loss=True)
+    with lt_tiled.prepare(model, sequence_parallel=2, loss=True):
+        for one in (reference, model):
+            torch.manual_seed(0)
+            found.append(step(one, labeled()))
+    return worst(found[1], found[0])
+
+
+def test_noise_of_embeddings(world: World) -> None:
+    """NEFTune's noise of the embeddings has the size that all tokens give it."""
+    for error in world(with_noise):
+        assert error < 1e-12
+
+
+class CountsCalls(Block):
+    """A block that counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        return super().forward(x, mask)
+
+
+def counted() -> float:
+    with lt_tiled.prepare(model := Pooled([0, 1, 2], CountsCalls), sequence_parallel=2):
+        model(ids(2, 37))
+    return float(model.blocks[1].calls)
+
+
+def test_counters_in_place(world: World) -> None:
+    """A buffer that a block changes in place counts the calls of the step, and not those of the self-check."""
+    assert world(counted) == [1, 1]
+
+
+class Positioned(GPT):
+    """A GPT whose blocks read the positions of all tokens from an attribute."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            block.where = self.positions(torch.arange(x.shape[1]))
+            x = block(x + 0)
+        return self.head(self.norm(x))
+
+
+class ReadsPositions(Block):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x + self.where, mask)
+
+
+def positioned() -> str:
+    torch.manual_seed(0)
+    model = Positioned()
+    model.blocks = nn.ModuleList(ReadsPositions() for _ in range(2))
+    return against_whole(model.double(), {"input_ids": ids(2, 37)})[2]
+
+
+def test_positions_in_an_attribute(world: World) -> None:
+    """A block that reads the positions of all tokens from an attribute is refused, with the remedy."""
+    for message in world(positioned):
+        assert re.search("from an attribute, as positions.* Pass it what it reads as an argument", message)
+
+
+def local_positions() -> str:
+    """A Llama whose attention counts positions from the tokens that it is given, and reads them from an attribute."""
+    model: Any = causal("llama")()
+    for layer in model.model.layers:
+        attention = layer.self_attn
+
+        def forward(hidden_states: Tensor, attention: Any = attention, **kwargs: Any) -> Any:
+            attention.positions = torch.arange(hidden_states.shape[1])
+            scale = 1 + attention.positions[:, None].double() / 10
+            return type(attention).forward(attention, hidden_states * scale, **kwargs)
+
+        attention.forward = forward
+    return against_whole(model, labeled())[2]
+
+
+def test_positions_of_a_rank_in_an_attribute(world: World) -> None:
+    """Positions that a block counts from its own tokens are seen in what attention is given."""
+    for message in world(local_positions):
+        assert re.search("gives attention 0 other queries .*may compute positions from the number of tokens", message)
+
+
+def exits(labels: bool) -> tuple[float, int, str]:
+    """A Llama that leaves out its last block, as transformers does by its configuration."""
+    model: Any = causal("llama", num_hidden_layers=3)()
+    model.config.num_hidden_layers = 2
+    given = labeled() if labels else no_labels(ids(2, 37))
+    try:
+        return against_whole(model, given)
+    except RuntimeError as error:
+        return 0.0, 0, str(error)
+
+
+def test_early_exit_with_labels(world: World) -> None:
+    """A causal model with labels, which is shared up to its loss, may leave its last blocks out."""
+    for error, exchanges, message in world(exits, True):
+        assert message == ""
+        assert exchanges == 2
+        assert error < 1e-12
+
+
+def test_early_exit_without_labels(world: World) -> None:
+    """Without labels the last block gathers the tokens, and a call that leaves it out is refused."""
+    for _, _, message in world(exits, False):
+        assert "the last of the blocks was not called after it" in message
