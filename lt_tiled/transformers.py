@@ -70,7 +70,7 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
             )
         if self.activation_checkpointing is not None:
             _turn_off_activation_checkpointing(args)
-        if self.sequence_parallel is not None and self.sequence_parallel.size > 1:
+        if self.sequence_parallel is not None:
             self.sequence_group = Groups.of_size(self.sequence_parallel.size).group
         self.release()
         self._model = model

@@ -35,15 +35,13 @@ class Share:
     key_of: tuple[int, ...]
     """For each query head the place of its key-value head in ``keys``."""
 
-    @property
-    def uneven(self) -> bool:
-        """Whether the key-value heads have different numbers of query heads here, which attention does not support."""
-        heads, keys = len(self.key_of), self.keys.stop - self.keys.start
-        return heads % keys != 0 or self.key_of != tuple(head * keys // heads for head in range(heads))
-
     def matched(self, keys: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors of the key-value heads ``[B, k, S, ...]``, one for each query head where they are uneven."""
-        if not self.uneven:
+        """Return tensors of the key-value heads ``[B, k, S, ...]`` as attention takes them.
+
+        Where they have different numbers of query heads here, there is one for each query head.
+        """
+        heads, count = len(self.key_of), self.keys.stop - self.keys.start
+        if heads % count == 0 and self.key_of == tuple(head * count // heads for head in range(heads)):
             return list(keys)
         return [key.index_select(1, torch.tensor(self.key_of, device=key.device)) for key in keys]
 

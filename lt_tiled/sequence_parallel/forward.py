@@ -1,6 +1,6 @@
 """One forward pass whose sequence the ranks of a group share, from top to bottom.
 
-:func:`forward` runs in place of the forward of the module that calls the blocks, and of each block. It shares
+In place of the forward of the module that calls the blocks, and of each block, it shares
 
 * a causal model of transformers that is called with labels from its token ids to its loss (``model.py``);
 * any other model from the input of its first block to the output of its last one (:class:`SharedBlock`). What is around

@@ -57,17 +57,17 @@ def check_heads(owner: str, size: int, heads: int) -> None:
         )
 
 
-def group_of(wanted: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group that shares sequences, or ``None`` for one rank.
+def group_of(wanted: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group that shares sequences.
 
     Raises:
         ValueError: If the group, by default that of all ranks, has another size.
     """
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    size = 1 if group is None else group.size()
-    if size != wanted:
+    if group is None or group.size() != wanted:
+        size = 1 if group is None else group.size()
         raise ValueError(
             f"sequence_parallel={wanted} and the process group has {size} ranks: pass a group of that size."
         )
-    return group if size > 1 else None
+    return group

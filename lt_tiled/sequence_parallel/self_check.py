@@ -83,11 +83,9 @@ def check_shared(
                 f" It may need a number of tokens that is a product of others, as of an image. {_REMEDY}"
             ) from error
     dtype = _computes_in(module, regions[0], outputs[0])
-    problem = _difference(owner, regions, outputs, blocks, dtype)
-    problems: list[str | None] = [problem]
-    if (group := regions[1].group) is not None:  # positions of the first rank begin at 0: it may find nothing
-        problems = [None] * group.size()
-        dist.all_gather_object(problems, problem, group=group)
+    # Positions of the first rank begin at 0: it may find nothing.
+    problems: list[str | None] = [None] * regions[1].size
+    dist.all_gather_object(problems, _difference(owner, regions, outputs, blocks, dtype), group=regions[1].group)
     for problem in problems:
         if problem is not None:
             raise ValueError(problem)

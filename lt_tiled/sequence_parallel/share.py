@@ -14,12 +14,7 @@ from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.find import find_named, has_class, has_forward, outermost, walk, walk_all
 from lt_tiled.modules.patch import patch_until
 from lt_tiled.policies import SequenceParallel
-from lt_tiled.sequence_parallel.attention import (
-    AttentionMode,
-    calls_attention,
-    find_sinks,
-    share_interface,
-)
+from lt_tiled.sequence_parallel.attention import AttentionMode, calls_attention, find_sinks, share_interface
 from lt_tiled.sequence_parallel.causal import DecoderPatch
 from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.groups import check_heads

@@ -52,7 +52,7 @@ class Sharing:
 
     @property
     def size(self) -> int:
-        return 1 if self.group is None else self.group.size()
+        return self.policy.size
 
     @contextmanager
     def compared(self, call: Call) -> Iterator[None]:

@@ -103,12 +103,15 @@ def scanned(region: Region, function: Callable[..., Any], rule: Rule, args: Sequ
     for name, belongs in rule.dims.items():
         if isinstance(arguments.get(name), Tensor):
             names[belongs].append(name)
+    # The function below may outlive this call, so it holds none of the tensors of the rank's own tokens.
+    dims = {name: arguments[name].dim() for name in names["heads"] + names["groups"]}
+    others = {name: value for name, value in kwargs.items() if name not in dims and name not in names["vector"]}
     positional = list(rule.dims)[: len(args)]
 
     def compute(_: Share, queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-        own = kwargs | dict(zip(names["vector"], parts, strict=True))
-        for name, tensor in zip(names["heads"] + names["groups"], [*queries, *keys], strict=True):
-            own[name] = _by_tokens(tensor, arguments[name].dim())
+        own = others | dict(zip(names["vector"], parts, strict=True))
+        for name, tensor in zip(dims, [*queries, *keys], strict=True):
+            own[name] = _by_tokens(tensor, dims[name])
         found = function(*[own.pop(name) for name in positional], **own)
         return _by_heads(_output(found))
 
@@ -172,7 +175,7 @@ class MixerPatch(Patch):
             return self.inner(module, *args, **kwargs)
         for name, value in kwargs.items():
             padding = isinstance(value, Tensor) and value.dim() == 2 and value.shape[-1] == region.total
-            if padding and "mask" in name and region.size > 1:
+            if padding and "mask" in name:
                 kwargs[name] = region.local(value, -1)
         before, region.mixed = region.mixed, set()
         try:
@@ -180,7 +183,7 @@ class MixerPatch(Patch):
             missing = sorted(self.names - region.mixed)
         finally:
             region.mixed = before
-        if missing and region.size > 1:
+        if missing:
             raise ValueError(
                 f"{self.path} ({type(module).__name__}) mixes tokens and did not call {' and '.join(missing)}, where"
                 " ranks exchange them: another kernel may take the place of the layer. Load the model without it"

@@ -76,7 +76,7 @@ class TiledStrategy(Base):
     def make_groups(self) -> None:
         """Make the groups of ranks that share sequences, once."""
         policy = self.sequence_parallel
-        if policy is not None and policy.size > 1 and self._groups is None:
+        if policy is not None and self._groups is None:
             self._groups = Groups.of_size(policy.size)
             self.sequence_group = self._groups.group
 

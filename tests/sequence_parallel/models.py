@@ -108,20 +108,18 @@ class HeadsBlock(nn.Module):
         super().__init__()
         self.head_dim = hidden // heads
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
-        self.norm, self.last = nn.Identity(), nn.Identity()
 
     attention: Any = None
     """Attention of queries, keys, values and a mask, in place of causal attention."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = self.norm(x)
         q, k, v = (
             linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
         causal = F.scaled_dot_product_attention
         out = causal(q, k, v, is_causal=True) if mask is None else self.attention(q, k, v, mask)
-        return self.last(self.o_proj(out.transpose(1, 2).flatten(2)))
+        return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class HeadsOnly(nn.Module):

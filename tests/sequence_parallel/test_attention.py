@@ -88,7 +88,7 @@ FLEX: dict[str, tuple[str, dict[str, Any], Any]] = {
 def errors_of_flex(name: str) -> float:
     """The error of a loss without gradients, which torch's flex attention has not on a CPU."""
     architecture, fields, given = FLEX[name]
-    model, losses = causal(architecture, **fields)().eval(), []
+    model, losses = causal(architecture, **fields)().train(), []
     model.set_attn_implementation("flex_attention")
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
         for policies in ({}, {"sequence_parallel": 4}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -168,16 +169,6 @@ class Averaged(Block):
         return x + 0.01 * x.mean(1, keepdim=True)
 
 
-def averaged() -> str:
-    return against_whole(Pooled([0, 1, 2], Averaged).float(), {"input_ids": ids(2, 37)})[2]
-
-
-def test_small_mixing_of_tokens(world: World) -> None:
-    """The self-check in float32 sees tokens that are mixed outside of attention by a thousandth."""
-    for message in world(averaged):
-        assert "It may mix tokens in other code than an attention function" in message
-
-
 class ShiftsALittle(nn.Module):
     """A block without attention that adds a little of the token before."""
 
@@ -189,16 +180,6 @@ class ShiftsALittle(nn.Module):
         return x + self.linear(x) + 3e-3 * F.pad(x, (0, 0, 1, 0))[:, :-1]
 
 
-def shifts() -> str:
-    return against_whole(Pooled([0, 1, 2], ShiftsALittle).float(), {"input_ids": ids(2, 37)})[2]
-
-
-def test_small_mixing_without_attention(world: World) -> None:
-    """The self-check of a float32 model without attention has the tolerance of float32, not that of 16 bits."""
-    for message in world(shifts):
-        assert "has another output when 2 ranks share the sequence" in message
-
-
 class FailsOnFewTokens(Block):
     """A block whose output is no number where it is given few tokens."""
 
@@ -206,14 +187,65 @@ class FailsOnFewTokens(Block):
         return super().forward(x, mask) / (x.shape[1] > 6)
 
 
-def not_finite() -> str:
-    return against_whole(Pooled([0, 1, 2], FailsOnFewTokens), {"input_ids": ids(2, 37)})[2]
+class Positioned(GPT):
+    """A GPT whose blocks read the positions of all tokens from an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ReadsPositions() for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            block.where = self.positions(torch.arange(x.shape[1]))
+            x = block(x + 0)
+        return self.head(self.norm(x))
 
 
-def test_values_that_are_not_finite(world: World) -> None:
-    """The self-check refuses shared values that are not finite where those of all tokens are."""
-    for message in world(not_finite):
-        assert "when 2 ranks share the sequence" in message
+class ReadsPositions(Block):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x + self.where, mask)
+
+
+def positions_of_a_rank() -> nn.Module:
+    """A Llama whose attention counts positions from the tokens that it is given."""
+    model: Any = causal("llama")()
+    for layer in model.model.layers:
+        attention = layer.self_attn
+
+        def forward(hidden_states: Tensor, attention: Any = attention, **kwargs: Any) -> Any:
+            scale = 1 + torch.arange(hidden_states.shape[1])[:, None].double() / 10
+            return type(attention).forward(attention, hidden_states * scale, **kwargs)
+
+        attention.forward = forward
+    return model
+
+
+SEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "mean": (lambda: Pooled([0, 1, 2], Averaged).float(), "It may mix tokens in other code than an attention function"),
+    "shift": (lambda: Pooled([0, 1, 2], ShiftsALittle).float(), "has another output when 2 ranks share the sequence"),
+    "not finite": (lambda: Pooled([0, 1, 2], FailsOnFewTokens), "has another output when 2 ranks share the sequence"),
+    "attribute": (
+        lambda: Positioned().double(),
+        "from an attribute, as positions.* Pass it what it reads as an argument",
+    ),
+    "positions": (positions_of_a_rank, "gives attention 0 other queries .*compute positions from the number of tokens"),
+}
+"""What the self-check finds, and what it says."""
+
+
+def seen(name: str) -> str:
+    torch.manual_seed(0)
+    return against_whole(SEEN[name][0](), {"input_ids": ids(2, 37)})[2]
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_self_check(name: str, world: World) -> None:
+    """The self-check sees tokens that are mixed outside of attention by a thousandth, in float32 too, values that are
+    not finite, and positions that are not those of all tokens.
+    """
+    for message in world(seen, name):
+        assert re.search(SEEN[name][1], message)
 
 
 def named_in_a_row() -> list[float]:
@@ -260,29 +292,20 @@ def test_the_caller_of_blocks_in_a_module_dict() -> None:
     assert part.caller is model
 
 
-def labeled(tokens: int = 37) -> dict[str, Any]:
-    return {"input_ids": (x := ids(2, tokens)), "labels": x}
-
-
-def noisy_llama() -> Any:
-    """A Llama with NEFTune, whose noise depends on the length."""
+def with_noise() -> float:
+    """The error of a step of a Llama with NEFTune, with one seed on all ranks."""
     from transformers.integrations.neftune import neftune_post_forward_hook
 
-    model: Any = causal("llama")()
-    model.model.embed_tokens.neftune_noise_alpha = 5.0
-    model.model.embed_tokens.register_forward_hook(neftune_post_forward_hook)
-    return model
-
-
-def with_noise() -> float:
-    """The error of a step with one seed on all ranks."""
-    model = noisy_llama()
-    reference, found = copy.deepcopy(model), []
+    model, found = causal("llama")(), []
+    embeddings: Any = model.get_input_embeddings()
+    embeddings.neftune_noise_alpha = 5.0
+    embeddings.register_forward_hook(neftune_post_forward_hook)
+    reference, given = copy.deepcopy(model), {"input_ids": ids(2, 37), "labels": ids(2, 37)}
     lt_tiled.prepare(reference, loss=True)
     with lt_tiled.prepare(model, sequence_parallel=2, loss=True):
         for one in (reference, model):
             torch.manual_seed(0)
-            found.append(step(one, labeled()))
+            found.append(step(one, given))
     return worst(found[1], found[0])
 
 
@@ -315,63 +338,13 @@ def test_counters_in_place(world: World) -> None:
     assert world(counted) == [1, 1]
 
 
-class Positioned(GPT):
-    """A GPT whose blocks read the positions of all tokens from an attribute."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            block.where = self.positions(torch.arange(x.shape[1]))
-            x = block(x + 0)
-        return self.head(self.norm(x))
-
-
-class ReadsPositions(Block):
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return super().forward(x + self.where, mask)
-
-
-def positioned() -> str:
-    torch.manual_seed(0)
-    model = Positioned()
-    model.blocks = nn.ModuleList(ReadsPositions() for _ in range(2))
-    return against_whole(model.double(), {"input_ids": ids(2, 37)})[2]
-
-
-def test_positions_in_an_attribute(world: World) -> None:
-    """A block that reads the positions of all tokens from an attribute is refused, with the remedy."""
-    for message in world(positioned):
-        assert re.search("from an attribute, as positions.* Pass it what it reads as an argument", message)
-
-
-def local_positions() -> str:
-    """A Llama whose attention counts positions from the tokens that it is given, and reads them from an attribute."""
-    model: Any = causal("llama")()
-    for layer in model.model.layers:
-        attention = layer.self_attn
-
-        def forward(hidden_states: Tensor, attention: Any = attention, **kwargs: Any) -> Any:
-            attention.positions = torch.arange(hidden_states.shape[1])
-            scale = 1 + attention.positions[:, None].double() / 10
-            return type(attention).forward(attention, hidden_states * scale, **kwargs)
-
-        attention.forward = forward
-    return against_whole(model, labeled())[2]
-
-
-def test_positions_of_a_rank_in_an_attribute(world: World) -> None:
-    """Positions that a block counts from its own tokens are seen in what attention is given."""
-    for message in world(local_positions):
-        assert re.search("gives attention 0 other queries .*may compute positions from the number of tokens", message)
-
-
 def exits(labels: bool) -> tuple[float, int, str]:
     """A Llama that leaves out its last block, as transformers does by its configuration."""
     model: Any = causal("llama", num_hidden_layers=3)()
     model.config.num_hidden_layers = 2
-    given = labeled() if labels else no_labels(ids(2, 37))
+    given = {"labels": ids(2, 37)} if labels else {}
     try:
-        return against_whole(model, given)
+        return against_whole(model, no_labels(ids(2, 37)) | given)
     except RuntimeError as error:
         return 0.0, 0, str(error)
 
