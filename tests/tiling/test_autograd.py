@@ -335,6 +335,30 @@ def test_error_does_not_grow_with_the_tiles(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.low_precision
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_products_go_into_float32_sums(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the products of the last projection, in all tiles but the first, go into its float32 sum, and gradients
+    are as near to float64 as the untiled module's.
+    """
+    products, addmm = [], torch.addmm
+
+    def counted(total: Tensor, left: Tensor, right: Tensor, *, out: Tensor, out_dtype: torch.dtype) -> Tensor:
+        assert (total.dtype, left.dtype, right.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+        products.append(total)
+        if left.is_cuda:
+            return addmm(total, left, right, out=out, out_dtype=out_dtype)
+        return addmm(total, left.float(), right.float(), out=out)
+
+    mlp, x = GatedMLP(128, 384).bfloat16(), randn(1, 2048, 128, dtype=torch.bfloat16)
+    true, untiled = reference(mlp, x), gradients(mlp, x, device=where)
+    monkeypatch.setattr("lt_tiled.tiling.weights.ADDS_PRODUCTS", (where,))
+    monkeypatch.setattr(torch, "addmm", counted)
+    found = gradients(tile(mlp, num_shards=16), x, device=where)
+    assert len(products) == 15
+    assert less_accurate(found, untiled, true, torch.bfloat16) == {}
+
+
+@pytest.mark.low_precision
 def test_accumulate_param_sums_in_the_weights_dtype() -> None:
     """``accumulate="param"`` gives up that accuracy: its error is larger than with float32 sums."""
     torch.manual_seed(0)
