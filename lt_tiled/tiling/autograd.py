@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.patch import without_compiler
+from lt_tiled.tiling.backward import backward
+from lt_tiled.tiling.call import TiledCall, Trace
 from lt_tiled.tiling.deferred import DeferredCall
 from lt_tiled.tiling.recompute import is_transformed
-from lt_tiled.tiling.tiled_call import TiledCall, Trace
 
 
 class Anchor(torch.autograd.Function):
@@ -81,7 +82,7 @@ class TiledFunction(torch.autograd.Function):
             ) from error
         inputs = saved[-len(call.wants_grad) :]
         trace = ctx.traces[0] if ctx.traces else call.forward(inputs, learn=True)[1]
-        found = call.backward(trace, inputs, gradients)
+        found = backward(call, trace, inputs, gradients)
         link = [] if any(call.wants_grad) else [None]
         call.refuse_hooks_without_gradient(found)
         return (None, None, None, None, *link, *found)

@@ -1,111 +1,62 @@
-"""What one call of a tiled module is: its arguments, its tiles, its weights, and how one tile runs."""
+"""One call of a tiled module: its arguments, its tiles, its weights, how one tile runs, and the forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property, partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
-from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.layout import Bounds, TokenShape, tile_bounds
-from lt_tiled.tiling.observe import is_recomputing
+from lt_tiled.tiling.arguments import Arguments, split_arguments
+from lt_tiled.tiling.compiled import compiled
+from lt_tiled.tiling.graph import check_closed, kept_tensors
+from lt_tiled.tiling.layout import (
+    Bounds,
+    OutputAssembly,
+    OutputLayout,
+    TokenShape,
+    describe_output,
+    each_tile,
+    tile_bounds,
+)
+from lt_tiled.tiling.observe import Observation, is_recomputing
 from lt_tiled.tiling.recompute import (
     Due,
     PlainSavedTensors,
     Precision,
     RandomState,
+    hidden_from_checkpoints,
     hidden_from_modes,
     never,
     random_state_kept,
+    samples_of,
 )
+from lt_tiled.tiling.skip import NotesLinear
 from lt_tiled.tiling.state import Tiled
-from lt_tiled.tiling.weights import Work, trainable_weights
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from lt_tiled.tiling.weights import GradientSum, Work, substituted, trainable_weights
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """``(args, kwargs)`` without the tensors in them and in their tuples.
+class Trace:
+    """What the forward pass of a call leaves for its backward pass."""
 
-    Lists and dictionaries stay the caller's own objects, because a module may add to them.
-    """
-
-    tree: pytree.TreeSpec
-    others: tuple[Any, ...]
-    positions: tuple[int, ...]
-    plain: bool
-    """Whether the arguments are tensors alone, none of them by name or in a tuple."""
-
-    def call_with(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with other tensors in place of theirs."""
-        leaves = list(self.others)
-        for position, tensor in zip(self.positions, tensors, strict=True):
-            leaves[position] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        return args, kwargs
-
-    def call(self, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-        """Call a function with other tensors in place of theirs."""
-        if self.plain:
-            return function(*tensors)
-        args, kwargs = self.call_with(tensors)
-        return function(*args, **kwargs)
-
-    def refuse_gradients_inside(self, module: str) -> None:
-        """Refuse tensors that want a gradient inside lists and dictionaries, because they would get none.
-
-        Raises:
-            NotPositionWiseError: If there is one, and gradients are on.
-        """
-        containers = [leaf for leaf in self.others if isinstance(leaf, list | dict)]
-        if containers and torch.is_grad_enabled():
-            tensors = (leaf for leaf in pytree.tree_leaves(containers) if isinstance(leaf, Tensor))
-            if any(t.requires_grad for t in tensors):
-                raise NotPositionWiseError(
-                    f"{module} was given a tensor that requires a gradient inside a list or a dictionary, and it would"
-                    f" get none. Pass it as an argument of its own, or in a tuple. {REMEDY}"
-                )
+    layout: OutputLayout
+    random: RandomState | None
+    """The generators' state before the forward pass, if it drew random numbers."""
+    modules: Observation | None
+    """What it read of the modules, if a backward pass may follow."""
+    samples: tuple[Sequence[Tensor], Sequence[Tensor]]
+    """Of the call's inputs and of its first tile's output."""
 
 
-def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Arguments]:
-    """Return the tensors, and what is needed to call with others."""
-    if not kwargs and set(map(type, args)) <= _PLAIN:
-        return list(args), _plain_arguments(len(args))
-    whole = (args, kwargs)
-    leaves, tree = pytree.tree_flatten(whole, is_leaf=lambda node: node is not kwargs and not isinstance(node, tuple))
-    tensors: list[Tensor] = []
-    positions: list[int] = []
-    others: list[Any] = []
-    for position, leaf in enumerate(leaves):
-        is_tensor = isinstance(leaf, Tensor)
-        others.append(None if is_tensor else leaf)
-        if is_tensor:
-            tensors.append(leaf)
-            positions.append(position)
-    return tensors, Arguments(tree, tuple(others), tuple(positions), plain=False)
-
-
-_PLAIN = {Tensor, torch.nn.Parameter}
-
-
-@cache
-def _plain_arguments(count: int) -> Arguments:
-    """Return those of a call with so many tensors and nothing else."""
-    tree = pytree.tree_structure(((0,) * count, {}))
-    return Arguments(tree, (None,) * count, tuple(range(count)), plain=True)
-
-
-class Call:
+class TiledCall:
     """One call of a tiled module. It holds no activation: the anchor saves those.
 
     Args:
@@ -142,7 +93,7 @@ class Call:
     @classmethod
     def of(
         cls, work: Work, patch: Tiled, args: tuple[Any, ...], kwargs: dict[str, Any], short: bool = False
-    ) -> tuple[Self, list[Tensor]] | None:
+    ) -> tuple[TiledCall, list[Tensor]] | None:
         """Return the call and the tensors among its arguments, or ``None`` to run untiled.
 
         That is with fewer than two tiles, unless all ranks need the same order, and without plain hidden states.
@@ -267,6 +218,110 @@ class Call:
     def cut(self, flat: Sequence[Tensor], index: slice | Tensor) -> list[Tensor]:
         """Return the tokens at ``index`` of each per-token argument, and the other arguments in full."""
         return [t[index] if per_token else t for t, per_token in zip(flat, self.per_token, strict=True)]
+
+    # Forward
+
+    @hidden_from_checkpoints()
+    def forward(
+        self, inputs: Sequence[Tensor], learn: bool, observed: Observation | None = None
+    ) -> tuple[list[Any], Trace]:
+        """Compute all tiles without a graph.
+
+        Args:
+            inputs: The tensors of the call's arguments.
+            learn: Whether a backward pass may follow: learn once what a tile's last projection is.
+            observed: What the modules held when the call was made, if that was earlier.
+
+        Returns:
+            The leaves of the output in the untiled shape, and what the backward pass needs to know.
+        """
+        start, modules = RandomState.now(self.device), (observed or self.observe()) if learn else None
+        samples = list[Tensor](), list[Tensor]()
+        learns = learn and not self.compiles and self.key not in self.patch.learned.last
+        assembly: OutputAssembly | None = None
+        run = self.runner()
+        # Graphs that the work makes for itself are hidden from an activation checkpoint around it.
+        with torch.no_grad(), self.autocast.context(), PlainSavedTensors():
+            for index, tile in each_tile(enumerate(self.tiles([t.detach() for t in inputs]))):
+                output = self._find_last(inputs) if learns else run(tile)
+                learns = False
+                if assembly is None:
+                    low, high = self.bounds[0]
+                    layout = describe_output(output, self.shape, high - low, self.patch.name)
+                    assembly = OutputAssembly(layout, self.shape, self.bounds, self.patch.name)
+                    if modules is not None:
+                        samples = samples_of(list(inputs)), samples_of(output)
+                assembly.add(output, index)
+                del output
+        random = None if start.same_as(RandomState.now(self.device)) else start
+        assert assembly is not None
+        if modules is not None:
+            modules.end_forward()
+        return assembly.leaves, Trace(assembly.layout, random, modules, samples)
+
+    def observe(self) -> Observation | None:
+        """Return what the modules hold now, unless no backward pass will follow."""
+        if is_recomputing():
+            return None
+        history = self.patch.learned.histories[self.work.key]
+        return Observation(
+            self.patch.name, self.work.modules, "lt_tiled.untile() the module", history, substituted=True
+        )
+
+    def _find_last(self, inputs: Sequence[Tensor]) -> Any:
+        """Run the first tile with a graph, and learn whether a linear module returns its output."""
+        sums = self.sums(inputs)
+        own, count = [s.leaf for s in sums], len(self.weights)
+        with torch.enable_grad():
+            leaves, kept = self.leaves(inputs, own[count:]), kept_tensors(self.work)
+            with substituted(self.weights, own[:count], NotesLinear) as mode:
+                output = self.run_views(next(self.tiles(leaves)))
+            known = [*leaves, *own, *(t for w in self.weights for t in w.now())]
+            check_closed(output, known, self.work, kept, self.patch.name)
+        # Hooks inside would read values that are skipped.
+        hooked = any(part._forward_hooks for part in self.work.parts if part not in self.work.modules)
+        self.patch.learned.last[self.key] = None if hooked else mode.part_of(self.work, pytree.tree_leaves(output))
+        return pytree.tree_map_only(Tensor, torch.Tensor.detach, output)
+
+    def sums(self, inputs: Sequence[Tensor]) -> list[GradientSum]:
+        """Return gradient sums of the weights, then of the arguments that every tile sees in full."""
+        triples = zip(inputs, self.wants_grad, self.per_token, strict=True)
+        wholes = [t for t, wants, per_token in triples if wants and not per_token]
+        tensors = (*(w.tensor for w in self.weights), *wholes)
+        return [GradientSum(tensor, self.patch.tiling.accumulate) for tensor in tensors]
+
+    @property
+    def compiles(self) -> bool:
+        """Whether tiles run compiled."""
+        return self.patch.tiling.compile is not False
+
+    def runner(self) -> Callable[[Sequence[Tensor]], Any]:
+        """Return what runs the work on the tensors of a tile as it sees them, compiled where the policy asks for it."""
+        function, options = self.work.function, self.patch.tiling.compile
+        if options is not False and self.compiles:
+            known = self.patch.learned.compiled
+            if self.work.key not in known:
+                known[self.work.key] = compiled(function, options)
+            function = known[self.work.key]
+        return partial(self.arguments.call, function)
+
+    def refuse_hooks_without_gradient(self, gradients: Sequence[Tensor | None]) -> None:
+        """Refuse to end a backward pass in which the hook of an unused weight would be called with ``None``.
+
+        Args:
+            gradients: What :meth:`backward` returned.
+
+        Raises:
+            RuntimeError: If there is one.
+        """
+        of_weights = gradients[len(gradients) - len(self.weights) :]
+        for weight, gradient in zip(self.weights, of_weights, strict=True):
+            if gradient is None and weight.hooked():
+                owner, name = weight.places[0]
+                raise RuntimeError(
+                    f"{self.patch.name}: {type(owner).__name__}.{name} has a hook and no gradient in this backward"
+                    " pass, so the hook would be called with None. Remove the hook, or lt_tiled.untile() the module."
+                )
 
 
 def _switches(part: nn.Module) -> tuple[Hashable, ...]:

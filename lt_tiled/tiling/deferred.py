@@ -25,10 +25,10 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 from torch.utils.module_tracker import ModuleTracker
 
+from lt_tiled.tiling.call import TiledCall, Trace
 from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.recompute import Precision
 from lt_tiled.tiling.state import Tiled
-from lt_tiled.tiling.tiled_call import TiledCall, Trace
 from lt_tiled.tiling.weights import Work
 
 

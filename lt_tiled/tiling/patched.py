@@ -18,12 +18,12 @@ from lt_tiled.modules.find import outermost, walk, walk_all
 from lt_tiled.modules.patch import Order, Patch, compiler, get_patch, get_patches, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
+from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.deferred import DeferredCall, none_left, values
 from lt_tiled.tiling.layout import memory_order
 from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.self_check import check_position_wise
 from lt_tiled.tiling.state import EngineNeeds, Found, Learned, Owner, Tiled
-from lt_tiled.tiling.tiled_call import TiledCall
 from lt_tiled.tiling.weights import Work, weight_bytes
 
 _HOOKS = "_post_accumulate_grad_hooks"

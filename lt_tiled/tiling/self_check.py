@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
+from lt_tiled.tiling.backward import backward
+from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import TokenShape, describe_output
 from lt_tiled.tiling.observe import History, Observation
@@ -28,7 +30,6 @@ from lt_tiled.tiling.recompute import (
     random_state_kept,
     version_of,
 )
-from lt_tiled.tiling.tiled_call import TiledCall
 
 CHECK_TOKENS = 32
 _GRADIENT_TOLERANCE = 5e-2
@@ -182,8 +183,8 @@ class _Check:
         if not tiled.differentiable:
             return
         with self.draws:
-            gradients = self.whole.backward(trace_of_whole, self.inputs, given)
-            of_tiles = tiled.backward(trace, self.inputs, given)
+            gradients = backward(self.whole, trace_of_whole, self.inputs, given)
+            of_tiles = backward(tiled, trace, self.inputs, given)
         noise = _GRADIENT_TOLERANCE * _FLOOR * sum(_norm(g) for g in given if g is not None)
         for name, whole, found in zip(self._targets(), gradients, of_tiles, strict=True):
             if whole is not None and found is not None:
