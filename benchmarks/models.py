@@ -57,12 +57,11 @@ SECONDS = 240.0
 """The longest that a model may take."""
 BEGIN, END = "<!-- sequence parallelism: begin -->\n", "<!-- sequence parallelism: end -->"
 CAUSES = {
-    "has layers of the kind ([a-z_]+): ([a-z ]+) keys": r"in `\1` \2 keys",
     "uses eager attention.* attn_implementation='([a-z0-9_]+)'": r"load it with `attn_implementation='\1'`",
     "uses eager attention": "attention in its own code, or none",
     "has another output|gives attention": "the self-check finds another result",
     "adds a position bias": "a position bias in attention",
-    "layers of the kinds": "other layers with a state",
+    "layers of the kinds (.*?), which": r"layers of the kinds \1",
     "needs one list of blocks": "several lists of blocks, of which `targets` must name one",
 }
 """Patterns of messages, and what the table says of them."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled._log import warn
 from lt_tiled.loss.cross_entropy import shifted, wide_dtype
 from lt_tiled.loss.transformers import loss_function_set
 from lt_tiled.modules.patch import Order, Patch, is_of
@@ -93,13 +92,7 @@ def own_arguments(region: Region, call: Call) -> dict[str, Any]:
     """Return the arguments of a model for the rank's own tokens, and note masks and positions of all in the region."""
     tokens, positions = call.tokens, call.arguments.get("position_ids")
     assert tokens is not None
-    documents = None if fills_cache(call) else positions
-    if documents is None and positions is not None and call.arguments.get("attention_mask") is None:
-        warn(
-            f"{region.owner} was given position_ids with its key-value cache on, and transformers then ignores"
-            " documents that are packed in a row: pass use_cache=False.",
-            once=f"packed with cache {region.owner}",
-        )
+    documents = None if fills_cache(call) else positions  # transformers ignores them while it fills a cache
     masks = _masks(region, call, documents, tokens)
     if not isinstance(masks, dict):
         region.mask = masks

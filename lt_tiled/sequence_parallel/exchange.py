@@ -117,7 +117,7 @@ def over_heads(
     region.exchanges += 1
     heads = queries[0].shape[1]
     check_heads(region.owner, region.size, heads)
-    shares = shares_of(heads, keys[0].shape[1] if keys else heads, region.size)
+    shares = shares_of(heads, keys[0].shape[1], region.size)
     mine, first, last = shares[region.rank], len(queries), len(queries) + len(keys)
     of_ranks = [[share.heads for share in shares]] * len(queries) + [[share.keys for share in shares]] * len(keys)
 

@@ -25,7 +25,7 @@ from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to
 from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
-from lt_tiled.sequence_parallel.self_check import TOKENS, check_shared
+from lt_tiled.sequence_parallel.self_check import MOST_TOKENS, TOKENS, check_shared
 from lt_tiled.sequence_parallel.sharing import Sharing
 
 _OTHER_SEQUENCE = ("encoder_hidden_states", "cross_attention_states", "key_value_states")
@@ -66,18 +66,27 @@ class SharedPart(Patch):
         raise NotImplementedError
 
     def lengths_to_check(self, total: int, positions: bool = True) -> list[int]:
-        """Return with how many tokens the module has still to be compared with itself on one rank."""
+        """Return with how many tokens the module has still to be compared with itself on one rank.
+
+        These are a few, and more than each length above which the model may compute otherwise. Positions count as
+        lengths unless they can be chosen.
+        """
         sharing = self.sharing
         if not sharing.policy.self_check:
             return []
-        return [tokens for tokens in sharing.check_tokens(total, positions) if tokens > self.checked]
+        few = TOKENS * sharing.size + 1
+        lengths = [*sharing.lengths, *(sharing.positions if positions else ())]
+        past = [min(length + few, total) for length in lengths if length < total and length <= MOST_TOKENS]
+        return [tokens for tokens in dict.fromkeys([few, max([few, *past])]) if tokens > self.checked]
 
     def check(
         self, call: Call, run: Callable[[Region], Tensor], tokens: int, in_blocks: bool = True, blocks: bool = True
     ) -> None:
         """Run the self-check with a function that calls the module in a region of so many tokens."""
         assert call.tokens is not None
-        regions = self.sharing.check_regions(tokens, in_blocks)
+        sharing = self.sharing
+        alone = Region(None, tokens, sharing.owner, in_blocks, mode=sharing.mode, record=[])
+        regions = [alone, sharing.region(tokens, in_blocks=in_blocks, record=[])]
         check_shared(call.module, self.name, call.tokens.device, regions, run, blocks)
         self.checked = max(self.checked, tokens)
 
@@ -126,10 +135,11 @@ class SharedBlock(SharedPart):
                 once=f"shared cache {sharing.owner}",
             )
             return None
-        with sharing.compared(sharing.call or call):
-            if sharing.given is not None:
-                return sharing.given
-            return sharing.region(total, in_blocks=True) if total >= sharing.size else None
+        if sharing.given is not None:
+            return sharing.given
+        if not sharing.compared:
+            sharing.compare(sharing.call or call)
+        return sharing.region(total, in_blocks=True) if total >= sharing.size else None
 
     def _run(self, region: Region, call: Call) -> Any:
         """Run a block on the rank's own tokens, of which the first block is given all and the others these."""

@@ -29,18 +29,20 @@ class SharedModel(SharedPart):
         """Whether positions are rotary tables, so that nothing else before the blocks needs all tokens."""
 
     def share(self, call: Call) -> Any:
-        sharing, compares = self.sharing, False
+        sharing, compared = self.sharing, False
         if sharing.hand_written:  # its first block compares the batches, if it shares them
             self._check_around(call)
         else:
             to_loss = self._is_shared_to_loss(call)
             causal.refuse_outputs(sharing.owner, call, to_loss)
             if to_loss:
-                with sharing.compared(call):
-                    return self._to_loss(call)
+                sharing.compare(call)
+                return self._to_loss(call)
             call = causal.without_unused_cache(call)
-            compares = not causal.fills_cache(call) and not causal.is_partial(call)  # ranks may generate apart
-        with sharing.around_blocks(call), sharing.compared(call) if compares else nullcontext():
+            if not causal.fills_cache(call) and not causal.is_partial(call):  # otherwise ranks may generate apart
+                sharing.compare(call)
+                compared = True
+        with sharing.around_blocks(call, compared):
             return call.run(self.inner)
 
     def _is_shared_to_loss(self, call: Call) -> bool:
@@ -135,8 +137,8 @@ class SharedModel(SharedPart):
         for tokens in self.lengths_to_check(ids.shape[1]):
             some = repeated_to(tokens)
             few = call.changed(sharing.owner, ids.shape[1], some(ids, 1), some, masks=True)
-            with sharing.compared(call):
-                self.check(call, partial(self._run_few, few), tokens, blocks=False)
+            sharing.compare(call)
+            self.check(call, partial(self._run_few, few), tokens, blocks=False)
 
     def _run_few(self, call: Call, region: Region) -> Tensor:
         with self.sharing.opened_by_first_block(region) if region.size > 1 else nullcontext():

@@ -76,8 +76,6 @@ class Region:
     """How often attention, or another function that mixes tokens, saw all tokens."""
     mixed: set[str] = field(default_factory=set)
     """The functions that the current layer called, of those that mix tokens by a state or a convolution."""
-    mixes_in: torch.dtype | None = None
-    """The dtype of what these were given."""
     seq_idx: Tensor | None = None
     """The documents that all tokens belong to, as kernels of state layers take them: ``[B, S]``."""
     closed: bool = False

@@ -118,16 +118,9 @@ def _buffers_restored(module: nn.Module) -> Iterator[None]:
 
 
 def _computes_in(module: nn.Module, region: Region, output: Tensor) -> torch.dtype:
-    """Return the dtype in which a module computes: attention's, or that of what else mixed tokens.
-
-    Without either, it is the narrowest one of the weights and the output.
-    """
-    if region.record:
-        dtype: torch.dtype = region.record[0][3].dtype
-        return dtype
-    tensors = [output, *module.parameters()]
-    narrowest = min((t.dtype for t in tensors if t.is_floating_point()), key=lambda dtype: dtype.itemsize)
-    return region.mixes_in or narrowest
+    """Return the dtype in which a module computes: attention's, or else the narrowest of the weights and the output."""
+    tensors = [region.record[0][3]] if region.record else [output, *module.parameters()]
+    return min((t.dtype for t in tensors if t.is_floating_point()), key=lambda dtype: dtype.itemsize)
 
 
 def _difference(

@@ -26,12 +26,6 @@ from lt_tiled.sequence_parallel.states import STATE_LAYERS, MixerPatch, find_mix
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """The layers of transformers that mix tokens in attention alone, as configurations name them."""
-_SELECTING = {
-    "indexed_attention": "an index selects",
-    "compressed_sparse_attention": "a compressor pools and an index selects",
-    "heavily_compressed_attention": "a compressor pools",
-}
-"""Layers whose attention is to keys that something before it finds among all tokens, and what that does."""
 _INSTEAD_OF_EAGER = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",
@@ -127,21 +121,16 @@ def _refuse_unsupported(model: nn.Module, size: int) -> None:
                 " leave out others: set it to 0 in its configuration."
             )
     kinds = set(getattr(text, "layer_types", None) or ()) - {"mlp", "moe"}
-    if selecting := sorted(kinds & _SELECTING.keys()):
+    mixers = bool(find_mixers([("", model)]))
+    if others := kinds - _KINDS - (STATE_LAYERS if mixers else set()):
         raise ValueError(
-            f"{kind} has layers of the kind {selecting[0]}: {_SELECTING[selecting[0]]} keys among all tokens before"
-            " attention, of which each rank has a part. Use sequence_parallel=1 with activation_checkpointing='cpu',"
-            " tiling and the tiled loss, or a model with attention to all tokens."
+            f"{kind} has layers of the kinds {' and '.join(sorted(others))}, which sequence parallelism does not"
+            " support: use a model with attention to all tokens, Mamba 2, delta rules or short convolutions, or"
+            " sequence_parallel=1."
         )
     heads = getattr(text, "num_attention_heads", None)
     if isinstance(heads, int) and (not kinds or kinds - STATE_LAYERS):
         check_heads(kind, size, heads)
-    mixers = bool(find_mixers([("", model)]))
-    if others := kinds - _KINDS - (STATE_LAYERS if mixers else set()):
-        raise ValueError(
-            f"{kind} has layers of the kinds {sorted(others)}, whose state cannot be shared: use a model with"
-            " attention, Mamba 2, delta rules or short convolutions, or sequence_parallel=1."
-        )
     if text._attn_implementation == "eager" and kinds != {"linear_attention"} and not find_sinks([model]):
         found = [name for name, flag in _INSTEAD_OF_EAGER.items() if getattr(model, flag, False)]
         remedy = f"load it with attn_implementation={' or '.join(map(repr, found))}" if found else "use another model"

@@ -17,7 +17,7 @@ from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.region import Region, entered
 from lt_tiled.sequence_parallel.same_batch import check_same_batch
-from lt_tiled.sequence_parallel.self_check import MOST_TOKENS, TOKENS, UNNAMED
+from lt_tiled.sequence_parallel.self_check import UNNAMED
 
 
 @dataclass(eq=False)
@@ -47,49 +47,28 @@ class Sharing:
     regions: WeakSet[Region] = field(default_factory=WeakSet)
     """Those that a graph holds: a model's own activation checkpointing may recompute their blocks."""
     call: Call | None = None
-    """The call of the caller that runs, which has the batch."""
-    _compared: bool = field(init=False, default=False)
+    """The call of the caller that runs, whose arguments are the batch."""
+    compared: bool = False
+    """Whether the ranks compared that batch."""
 
     @property
     def size(self) -> int:
         return self.policy.size
 
-    @contextmanager
-    def compared(self, call: Call) -> Iterator[None]:
-        """Raise an error if the ranks of the group have different arguments; calls inside are not compared again."""
-        outermost = not self._compared
-        if outermost and self.group is not None:
-            check_same_batch(self.owner, self.group, call.arguments)
-        self._compared = True
-        try:
-            yield
-        finally:
-            self._compared = not outermost
+    def compare(self, call: Call) -> None:
+        """Raise an error if the ranks of the group have different arguments."""
+        assert self.group is not None
+        check_same_batch(self.owner, self.group, call.arguments)
 
     def region(self, total: int, **options: Any) -> Region:
         region = Region(self.group, total, self.owner, mode=self.mode, **options)
         self.regions.add(region)
         return region
 
-    def check_tokens(self, total: int, positions: bool = True) -> list[int]:
-        """Return the numbers of tokens of the self-check for sequences of ``total`` tokens: a few, and past switches.
-
-        Positions count as lengths unless they can be chosen.
-        """
-        few = TOKENS * self.size + 1
-        lengths = [*self.lengths, *(self.positions if positions else ())]
-        past = [min(length + few, total) for length in lengths if length < total and length <= MOST_TOKENS]
-        return [few, max(past)] if past and max(past) > few else [few]
-
-    def check_regions(self, total: int, in_blocks: bool) -> list[Region]:
-        """Return the regions of a self-check: one rank, and the group."""
-        alone = Region(None, total, self.owner, in_blocks, mode=self.mode, record=[])
-        return [alone, self.region(total, in_blocks=in_blocks, record=[])]
-
     @contextmanager
-    def around_blocks(self, call: Call | None = None) -> Iterator[None]:
+    def around_blocks(self, call: Call | None = None, compared: bool = False) -> Iterator[None]:
         """Refuse a forward pass that ends, or fails because it needs all tokens, between the first and last block."""
-        self.call = call
+        self.call, self.compared = call, compared
         try:
             yield
         except (RuntimeError, IndexError) as error:
@@ -105,7 +84,7 @@ class Sharing:
             if self.open is not None:
                 self.open.check_closed()
         finally:
-            self.open = self.call = None
+            self.open, self.call, self.compared = None, None, False
 
     @contextmanager
     def opened_by_first_block(self, region: Region) -> Iterator[None]:

@@ -37,11 +37,6 @@ class Rule:
     with_state: bool = False
     """Whether the function always returns its last state too."""
 
-    @property
-    def output(self) -> str:
-        """The argument whose shape the output has."""
-        return "hidden_states" if "hidden_states" in self.dims else "value"
-
 
 _DELTA = {"query": "groups", "key": "groups", "value": "heads", "g": "heads", "beta": "heads"}
 _SCAN = {"hidden_states": "heads", "dt": "heads", "A": "vector", "B": "groups", "C": "groups"}
@@ -69,7 +64,6 @@ class SharedFunction(Replacement):
         if region is None:
             return self._alone(args, kwargs) if keeps_attention() else self.function(*args, **kwargs)
         region.mixed.add(self.name)
-        region.mixes_in = next(value.dtype for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         if self.name == FUSED:
             return None
         if isinstance(documents := kwargs.get("seq_idx"), Tensor) and documents.shape[-1] != region.total:

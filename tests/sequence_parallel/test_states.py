@@ -258,30 +258,30 @@ def test_too_few_heads(four_ranks: World) -> None:
         assert re.search(r"sequence_parallel=4 needs .* has 2: use sequence_parallel=2 or less", message)
 
 
-_INDEXED = {"layer_types": ["linear_attention", "indexed_attention"], "indexer_budget": 8, "indexer_head_dim": 8}
-_INDEXED |= {"indexer_compress_ratio": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1}
-REFUSED = {
-    "deepseek_v4": r"heavily_compressed_attention: a compressor pools keys .* Use sequence_parallel=1 with",
-    "hy_v4": r"indexed_attention: an index selects keys .* Use sequence_parallel=1 with",
-    "qwen4_exp_text": r"indexed_attention: an index selects keys .* Use sequence_parallel=1 with",
-    "inkling_text": r"adds a position bias to attention.* use a model with other positions",
-}
-"""What finds keys among all tokens before attention, by the kinds of layers in the configuration."""
-_SMALL = {"qwen4_exp_text": _INDEXED, "inkling_text": {"n_routed_experts": 8, "moe_intermediate_size": 32}}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str, world: World) -> None:
-    """What cannot be shared by its construction is refused with the reason."""
-    for message in world(error, name, "no labels", 2, 37, _SMALL.get(name)):
-        assert re.search(REFUSED[name], str(message))
-
-
-@pytest.mark.parametrize("name", ["mamba", "jamba", "minimax", "recurrent_gemma"])
-def test_other_layers(name: str) -> None:
-    """Layers whose state has no heads, or that call no such function, are refused before they run."""
-    with pytest.raises(ValueError, match=r"layers of the kinds .*'linear_attention'.* use a model with attention"):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("mamba", "linear_attention"),
+        ("jamba", "linear_attention"),
+        ("minimax", "linear_attention"),
+        ("recurrent_gemma", "linear_attention"),
+        ("deepseek_v4", "heavily_compressed_attention"),
+        ("hy_v4", "indexed_attention"),
+    ],
+)
+def test_other_layers(name: str, kind: str) -> None:
+    """Layers whose state has no heads, and attention to keys that something selects, are refused before they run."""
+    with pytest.raises(
+        ValueError, match=f"layers of the kinds .*{kind}, which .* use a model with attention to all tokens"
+    ):
         find_shared(hybrid(name), SequenceParallel(2), None)
+
+
+def test_position_bias(world: World) -> None:
+    """Attention that adds a bias of positions is refused."""
+    fields = {"n_routed_experts": 8, "moe_intermediate_size": 32}
+    for message in world(error, "inkling_text", "no labels", 2, 37, fields):
+        assert re.search("adds a position bias to attention.* use a model with other positions", str(message))
 
 
 def restored() -> None:
