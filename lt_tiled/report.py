@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lt_tiled.checkpointing import BlockPatch
-from lt_tiled.loss.transformers import HeadPatch
+from lt_tiled.loss.logits import HeadPatch
 from lt_tiled.modules.feed_forward import mixes_tokens
 from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import get_patch, get_patches

@@ -27,7 +27,7 @@ from lt_tiled.policies import LossShards
 
 
 class LossPatch(SharedPatch):
-    """On a model that computes its own loss from its head's logits; owners say whether in evaluation in tiles, too."""
+    """On a model that computes its own loss; each owner's value says whether in tiles in evaluation, too."""
 
     order = Order.LOSS
 
@@ -84,7 +84,10 @@ def _head_of(module: nn.Module) -> nn.Module | None:
 def patch_losses(
     found: Sequence[tuple[str, nn.Module]], loss: LossShards, owner: object, evaluation: bool = False
 ) -> None:
-    """Let these models compute their losses in tiles, for the owner to undo. The last number of tiles counts."""
+    """Let these models compute their losses in tiles, for the owner to undo. The last number of tiles counts.
+
+    With ``evaluation`` or ``"always"``, losses of the evaluation are in tiles, too.
+    """
     for _, module in found:
         head, name = _head_of(module), type(module).__name__
         assert head is not None
@@ -92,10 +95,10 @@ def patch_losses(
             set_patch(module, LossPatch(name))
         if get_patch(head, HeadPatch) is None:
             set_patch(head, HeadPatch(name))
-        for patch in get_patches(module, LossPatch):
-            patch.owners[owner] = evaluation or loss == "always"
-        for patch in get_patches(head, HeadPatch):
-            patch.owners[owner] = loss
+        for on_model in get_patches(module, LossPatch):
+            on_model.owners[owner] = evaluation or loss == "always"
+        for on_head in get_patches(head, HeadPatch):
+            on_head.owners[owner] = loss
 
 
 def restore_losses(model: nn.Module, owner: object) -> None:
