@@ -89,13 +89,10 @@ class ActivationCheckpointing:
     memory that is available."""
     disk_budget: int | str | None = None
     """Disk space of one node, shared by its ranks and reserved at setup. By default the file grows as needed."""
-    prefetch: int | Literal["auto"] = "auto"
-    """How many block inputs to load ahead in the backward pass. ``"auto"`` starts with one and loads more after each
-    stall."""
+    prefetch: int = 2
+    """How many block inputs to load ahead in the backward pass, up to 4 GiB."""
     keep_last: int = 1
     """How many of the last blocks keep their inputs on the device, because the backward pass needs them first."""
-    checksum: bool = True
-    """Verify a checksum of the data that is read from disk."""
     direct_io: bool = True
     """Bypass the page cache if the filesystem supports it."""
     keep: Keep | None = None
@@ -113,7 +110,7 @@ class ActivationCheckpointing:
         _check_targets(self.targets)
         _check_choice("offload", self.offload, (None, *get_args(Tiers)))
         _check_choice("keep", self.keep, (*get_args(Keep), None))
-        check_count("prefetch", self.prefetch, "auto")
+        check_count("prefetch", self.prefetch)
         check_count("keep_last", self.keep_last, least=0)
         if self.policy is not None and not callable(self.policy) and (isinstance(self.policy, str) or not self.policy):
             raise ValueError(

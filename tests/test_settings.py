@@ -39,7 +39,6 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
             "direct_io": False,
             "keep": "attention",
             "policy": ["aten.mm.default"],
-            "checksum": False,
         },
     ],
     "loss": [{}],

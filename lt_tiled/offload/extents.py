@@ -28,8 +28,6 @@ class Extent:
 
     offset: int
     length: int
-    checksum: int = 0
-    """The checksum of the bytes that were written to it."""
 
     @property
     def end(self) -> int:
@@ -37,7 +35,7 @@ class Extent:
 
 
 class Extents:
-    """The ranges in use of ``size`` bytes. Only ``size`` may change in another thread."""
+    """The ranges in use of ``size`` bytes."""
 
     def __init__(self, size: int = 0) -> None:
         self.size = size

@@ -16,11 +16,10 @@ from torch import Tensor
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadError, Origin, name_origin
 from lt_tiled.memory import available_memory, gib
-from lt_tiled.offload import spill
 from lt_tiled.offload.geometry import Geometry, movable, view_key
 from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher
 from lt_tiled.offload.spill import SpillFile
-from lt_tiled.offload.stats import OffloadStats, StallClock
+from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.offload.tiers import CPUTier, DiskTier
 from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 
@@ -30,8 +29,6 @@ one waits for the oldest, so a slow disk costs time, not memory.
 """
 MIN_BYTES = 2**20
 """Smaller tensors stay on the device: their transfer costs more time than their memory is worth."""
-EVENTS_MS = 0.1
-"""GPU waits below this count as no stall: the two events that measure them take a few microseconds."""
 
 
 class Offloader:
@@ -52,7 +49,6 @@ class Offloader:
         """The figures since the last :meth:`end_step`."""
         self.total = OffloadStats()
         """The figures of all steps that ended."""
-        self.clock = StallClock()
         self._lock = RLock()
         self._live: weakref.WeakValueDictionary[object, OffloadedTensor] = weakref.WeakValueDictionary()
         # Tensors that keep_last holds back until others follow, and tensors that are being stored: weak sets in the
@@ -101,8 +97,6 @@ class Offloader:
             packed.check_unchanged()
             if (tensor := packed.tensor) is None:
                 tensor = self._load(packed)
-            else:
-                self.stats.from_memory += 1
             self.prefetcher.load_ahead(packed)
             return tensor
 
@@ -158,14 +152,12 @@ class Offloader:
             nbytes = sum(tensor.nbytes for packed in storing if (tensor := packed.tensor) is not None)
             if not storing or (len(storing) <= max_tensors and nbytes <= max_bytes):
                 return
-            with self.clock.waiting(storing[0].device, self._count_stall):
-                self._free(storing[0])
+            self._free(storing[0])
 
     def _reap(self) -> None:
         """Free the tensors whose bytes are stored by now."""
-        self.clock.read()
         for packed in list(self._storing):
-            if packed.stored is not None and packed.stored.transfer.done:
+            if packed.stored is not None and packed.stored.done():
                 self._free(packed)
 
     def _free(self, packed: OffloadedTensor) -> None:
@@ -174,7 +166,7 @@ class Offloader:
         del self._storing[packed]
         try:
             with name_origin(packed.origin):
-                packed.stored.transfer.wait(spill.WAIT_SECONDS)
+                packed.stored.wait()
         except OffloadError:
             if packed.origin.step == self.step:
                 raise
@@ -183,31 +175,14 @@ class Offloader:
         packed.tensor = None
 
     def _load(self, packed: OffloadedTensor) -> Tensor:
-        began_early, on_gpu = packed.loading is not None, packed.device.type == "cuda"
         loading = packed.begin_loading()
         packed.loading = None
-        ready = loading.ready()
-
-        def count(ms: float) -> None:
-            hit = ready or (on_gpu and ms < EVENTS_MS)
-            self.stats.prefetch_hits += hit
-            self.stats.prefetch_misses += not hit
-            self._count_stall(ms)
-            if began_early:
-                self.prefetcher.adapt_to_wait(ms)
-
-        with name_origin(packed.origin), self.clock.waiting(packed.device, count):
-            raw = loading.wait(spill.WAIT_SECONDS)
-        return packed.geometry.rebuild(raw)
-
-    def _count_stall(self, ms: float) -> None:
-        self.stats.stalled_ms += ms
+        with name_origin(packed.origin):
+            return packed.geometry.rebuild(loading.wait())
 
     def so_far(self) -> OffloadStats:
         """Return the figures of all steps, including the current one."""
         with self._lock:
-            if not self._closed:
-                self.clock.read()
             return self.total + self.stats
 
     def end_step(self) -> OffloadStats:
@@ -253,5 +228,5 @@ def build_offloader(policy: ActivationCheckpointing, ranks_per_node: int | None 
     if "disk" in policy.offload:
         limit = None if policy.disk_budget is None else parse_bytes(policy.disk_budget, "disk_budget") // ranks
         directory = os.path.expanduser(policy.directory or tempfile.gettempdir())
-        disk = DiskTier(SpillFile(directory, limit, direct=policy.direct_io, checksum=policy.checksum))
+        disk = DiskTier(SpillFile(directory, limit, direct=policy.direct_io))
     return Offloader(policy, cpu, disk)

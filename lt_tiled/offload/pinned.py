@@ -25,10 +25,11 @@ from torch import Tensor
 from lt_tiled._log import warn
 from lt_tiled.memory import gib
 from lt_tiled.offload.extents import Extent, Extents, aligned
-from lt_tiled.offload.spill import PIECE
 
 SLAB = 256 * 2**20
 """The bytes of a slab, unless the budget leaves less."""
+PIECE = 2**20
+"""The fewest bytes of a part of a tensor that is split between slabs."""
 
 
 @dataclass(eq=False)
@@ -47,12 +48,11 @@ class Copy:
         self.tensor: Tensor | None = tensor
         """The tensor, which is dropped when the host or a stream has waited for the copy."""
 
-    @property
     def done(self) -> bool:
         return self.end is None or self.end.query()
 
-    def wait(self, seconds: float = 0.0) -> None:
-        """Let the host wait until it has ended. There is no limit in seconds, as for other work of a GPU."""
+    def wait(self) -> None:
+        """Let the host wait until it has ended."""
         if self.end is not None:
             with torch.cuda.device(self.device):
                 self.end.synchronize()
@@ -89,7 +89,7 @@ class CPUMemory:
         """Return room for ``nbytes``, pinned if the device is a GPU, or ``None`` if the budget has none."""
         if nbytes > self.budget:
             return None
-        while self._running and self._running[0].done:
+        while self._running and self._running[0].done():
             self._running.popleft()
         while (slot := self._take(nbytes)) is None:
             if not self._grow(device) and not self._wait_for_a_copy():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,17 +13,12 @@ from lt_tiled.errors import OffloadError, Origin, name_origin
 from lt_tiled.offload.geometry import Geometry, raw_bytes
 from lt_tiled.offload.tiers import Loading, Stored, Tier
 
-MAX_PREFETCH = 8
-"""The most tensors that ``prefetch="auto"`` loads ahead."""
-MAX_PREFETCH_BYTES = 4 * 2**30
-"""The most bytes that ``prefetch="auto"`` loads ahead.
+MAX_BYTES_AHEAD = 4 * 2**30
+"""The most bytes that are loaded ahead.
 
 Estimated for Llama 3 8B: a block input of 4 GiB is one of 524,288 tokens. It loads in 0.09 s at 50 GB/s, and recompute
-and backward pass of attention over one such sequence take about 20 s at 400 TFLOP/s. From a disk, or with many short
-sequences, the wait is longer: give ``prefetch`` a number.
+and backward pass of attention over one such sequence take about 20 s at 400 TFLOP/s.
 """
-STALL_MS = 1.0
-"""A longer wait is a stall, after which ``prefetch="auto"`` loads one more tensor ahead."""
 
 
 class OffloadedTensor:
@@ -83,26 +76,19 @@ class OffloadedTensor:
 
 
 class Prefetcher:
-    """Loads tensors in the reverse order of saving.
+    """Loads tensors in the reverse order of saving: ``depth`` of them ahead, up to :data:`MAX_BYTES_AHEAD`.
 
-    ``"auto"`` loads one tensor ahead, and one more after each stall, up to :data:`MAX_PREFETCH` and
-    :data:`MAX_PREFETCH_BYTES`. After an out-of-memory error the depth drops to the number of loads that began.
+    After an out-of-memory error the depth drops to the number of loads that began.
     """
 
-    def __init__(self, depth: int | Literal["auto"]) -> None:
-        self.adaptive = depth == "auto"
-        self.depth = 1 if depth == "auto" else depth
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
         self._loading: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
-
-    def adapt_to_wait(self, ms: float) -> None:
-        """Load one more tensor ahead if the wait for a load that began early was a stall."""
-        if self.adaptive and ms > STALL_MS:
-            self.depth = min(self.depth + 1, MAX_PREFETCH)
 
     def load_ahead(self, used: OffloadedTensor) -> None:
         """Begin to load the tensors saved before ``used``, and drop loads that another graph began."""
         nearest: list[OffloadedTensor] = []
-        wanted, room = used.previous(), float(MAX_PREFETCH_BYTES) if self.adaptive else math.inf
+        wanted, room = used.previous(), MAX_BYTES_AHEAD
         while wanted is not None and len(nearest) < self.depth:
             if wanted.tensor is None and wanted.stored is not None:
                 room -= wanted.geometry.nbytes

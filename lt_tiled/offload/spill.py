@@ -8,33 +8,23 @@ import gc
 import mmap
 import os
 import tempfile
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import partial
+from copy import copy
 from pathlib import Path
-from threading import Lock, local
-from typing import Literal
+from threading import local
+from typing import Any, Literal
 
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadDiskFullError, OffloadError
 from lt_tiled.memory import gib
-from lt_tiled.offload.calls import CallThreads, SystemCall
 from lt_tiled.offload.extents import ALIGNMENT, Extent, Extents, aligned
-
-try:
-    from xxhash import xxh3_64_intdigest as _digest
-except ImportError:  # machines with torch, Lightning and transformers alone, as offline images, lack xxhash
-    from zlib import crc32 as _digest  # type: ignore[assignment]
 
 CHUNK = 8 * 2**20
 """The bytes per system call, and of each thread's page-aligned buffer."""
-PIECE = 2**20
-"""The checksum is computed over blocks of this many bytes, so it does not depend on how data is split into pieces
-(multiples of it)."""
-WAIT_SECONDS = 300.0
-"""No wait for the disk is longer than this."""
-
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -47,41 +37,38 @@ class SpillFile:
     """Raw bytes at aligned offsets of an unlinked file, which two threads write and read.
 
     The file has mode 0600 and no name. Space is reserved before it is written. Nothing is synced, because the data has
-    no use after a crash. Only the threads make system calls on the file, and the last one closes it.
+    no use after a crash.
 
     Args:
         directory: An existing directory on the disk to use.
         budget: The bytes to reserve now and never exceed; ``None`` reserves space as the file grows.
         direct: Bypass the page cache if the filesystem supports it.
-        checksum: Keep a checksum of each range in memory and compare it when the range is read.
     """
 
-    def __init__(
-        self, directory: str | Path, budget: int | None = None, *, direct: bool = True, checksum: bool = False
-    ) -> None:
+    def __init__(self, directory: str | Path, budget: int | None = None, *, direct: bool = True) -> None:
         self.directory = str(directory)
         self.budget = None if budget is None else aligned(budget)
         self.direct = False
-        self._checksum = checksum
         self._extents = Extents()
-        self._growing = Lock()
         self._buffer = _Buffer()
-        self._threads = CallThreads(self.directory)
-        self._close = weakref.finalize(self, self._threads.close)  # also when the process ends
-        try:
-            self._threads.start()
-            self._threads.submit(partial(self._open, direct), "the creation of the spill file").wait(WAIT_SECONDS)
-            if self.budget is not None:
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="lt_tiled-spill")
+        self._calls: weakref.WeakSet[Future[None]] = weakref.WeakSet()
+        self._open(direct)
+        # Each call refers to the file, so that it is open until the last one has ended.
+        self._close = weakref.finalize(self, _close_file, self._file, self.directory, os.getpid())
+        if self.budget is not None:
+            try:
                 self._grow(self.budget)
-        except BaseException:
-            self.close()
-            raise
+            except BaseException:
+                self.close()
+                raise
 
     def take(self, nbytes: int) -> Extent:
         """Reserve a range, which is free again when nothing refers to it."""
         need, collected = aligned(nbytes), False
         while (extent := self._take(need)) is None:
-            if self._wait_for_a_call():
+            if running := [call for call in list(self._calls) if not call.done()]:
+                wait(running[:1])  # it may free a range
                 continue
             if collected:
                 share = f"this rank's share of disk_budget, {gib(self.budget or 0)}, has no free range of {gib(need)}"
@@ -100,59 +87,60 @@ class SpillFile:
             extent = self._extents.take(need)
         return extent
 
-    def _wait_for_a_call(self) -> bool:
-        """Wait for a running call, which may free a range; return whether there was one."""
-        running = [call for call in list(self._threads.pending) if not call.done]
-        if running and not running[0].ended_within(WAIT_SECONDS):
-            raise self._error(f"the disk has not responded for {WAIT_SECONDS:g} s")
-        return bool(running)
-
     @property
     def used(self) -> int:
         return self._extents.used
 
     def _grow(self, nbytes: int) -> None:
-        self._threads.submit(partial(self._reserve, nbytes), f"reserving {gib(nbytes)}").wait(WAIT_SECONDS)
+        try:
+            os.posix_fallocate(self._file, self._extents.size, nbytes)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file, self._extents.size)  # ext4 keeps what it reserved before it failed
+            raise self._error(f"cannot reserve {gib(nbytes)} more", error) from error
+        self._extents.size += nbytes
 
-    def _reserve(self, nbytes: int) -> None:
-        with self._growing:  # an earlier one may still run, after Ctrl-C
-            try:
-                os.posix_fallocate(self._file, self._extents.size, nbytes)
-            except OSError as error:
-                with suppress(OSError):
-                    os.ftruncate(self._file, self._extents.size)  # ext4 keeps what it reserved before it failed
-                raise self._error(f"cannot reserve {gib(nbytes)} more", error) from error
-            self._extents.size += nbytes
-
-    def write(self, extent: Extent, data: Sequence[memoryview], first: Callable[[], None] | None = None) -> SystemCall:
+    def write(
+        self, extent: Extent, data: Sequence[memoryview], first: Callable[[], None] | None = None
+    ) -> Future[None]:
         """Begin to call ``first`` and then write a range. ``data`` must not change until the call has ended.
 
-        All pieces of the data but the last have a multiple of :data:`PIECE` bytes.
+        All pieces of the data but the last have an aligned number of bytes.
         """
-        return self._submit("write", partial(self._write, extent, data, first), extent, data)
+        return self._submit(self._write, extent, data, first)
 
-    def read(self, extent: Extent, into: Sequence[memoryview], then: Callable[[], None] | None = None) -> SystemCall:
+    def read(self, extent: Extent, into: Sequence[memoryview], then: Callable[[], None] | None = None) -> Future[None]:
         """Begin to read a range of the length of ``into``, whose pieces are as in :meth:`write`, then call ``then``."""
-        return self._submit("read", partial(self._read, extent, into, then), extent, into)
+        return self._submit(self._read, extent, into, then)
 
-    def _submit(self, verb: str, run: Callable[[], None], extent: Extent, data: Sequence[memoryview]) -> SystemCall:
-        return self._threads.submit(run, f"the {verb} of {sum(map(len, data))} bytes", extent.offset)
+    def _submit(self, run: Callable[..., None], *args: Any) -> Future[None]:
+        held = [*args]
+
+        def call() -> None:
+            try:
+                run(*held)
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # they refer to the range and to its data
+                raise
+            finally:
+                held.clear()  # before anyone learns that the call has ended: then the range must be free
+
+        future = self._threads.submit(call)
+        self._calls.add(future)
+        return future
 
     def _write(self, extent: Extent, data: Sequence[memoryview], first: Callable[[], None] | None) -> None:
         if first is not None:
             first()
-        extent.checksum = self._transfer("write", extent.offset, data)
+        self._transfer("write", extent.offset, data)
 
     def _read(self, extent: Extent, into: Sequence[memoryview], then: Callable[[], None] | None) -> None:
-        if (total := self._transfer("read", extent.offset, into)) != extent.checksum:
-            sums = f"the data read has checksum {total:x}, not {extent.checksum:x} as written"
-            raise self._error(f"{sums}: the disk or the memory is faulty", offset=extent.offset)
+        self._transfer("read", extent.offset, into)
         if then is not None:
             then()
 
-    def _transfer(self, verb: Literal["write", "read"], offset: int, data: Sequence[memoryview]) -> int:
-        """Write or read ``data`` in chunks, and return its checksum, 0 without ``checksum``."""
-        total = 0
+    def _transfer(self, verb: Literal["write", "read"], offset: int, data: Sequence[memoryview]) -> None:
+        """Write or read ``data`` in chunks."""
         for part in (piece[start : start + CHUNK] for piece in data for start in range(0, len(piece), CHUNK)):
             buffer = self._buffer.view[: aligned(len(part))] if self.direct else part
             if buffer is not part and verb == "write":
@@ -161,9 +149,6 @@ class SpillFile:
             offset += len(part)
             if buffer is not part and verb == "read":
                 part[:] = buffer[: len(part)]
-            for at in range(0, len(part) if self._checksum else 0, PIECE):
-                total = _digest(part[at : at + PIECE], total)
-        return total
 
     def _move(self, verb: Literal["write", "read"], offset: int, data: memoryview) -> None:
         """Call until all bytes are moved, because one call may move fewer."""
@@ -195,7 +180,6 @@ class SpillFile:
                 os.unlink(error.filename)  # a filesystem that does not unlink open files
             reason = "cannot create the spill file (set a directory that exists and is writable)"
             raise self._error(reason, error) from error
-        self._threads.at_end = partial(_close_file, self._file, self.directory)
         with suppress(OSError):  # the filesystem does not support the flag
             self._set_direct(direct)
 
@@ -226,17 +210,22 @@ class SpillFile:
         return f"{where}: set another directory, lower disk_budget, or delete files there"
 
     def close(self) -> None:
-        """Cancel waiting calls, let running ones end, and free the disk space. Does not raise.
-
-        If a call does not end within :data:`CLOSE_SECONDS`, the file stays open, with a warning.
-        """
-        self._threads.close()
-        self._close.detach()
+        """Cancel waiting calls, let running ones end, and free the disk space. Does not raise."""
+        self._threads.shutdown(cancel_futures=True)
+        self._close()
 
 
-def _close_file(file: int, directory: str) -> None:
-    with suppress(OSError):
-        os.ftruncate(file, 0)  # workers of a DataLoader that were forked hold the file open too
+def wait_for(call: Future[None]) -> None:
+    """Wait until a call has ended, and raise its error."""
+    if (error := call.exception()) is not None:
+        # A copy: the call's own error would refer to this traceback, and so would keep the step's graph alive.
+        raise copy(error) from error.__cause__
+
+
+def _close_file(file: int, directory: str, process: int) -> None:
+    if os.getpid() == process:  # a fork shares the file
+        with suppress(OSError):
+            os.ftruncate(file, 0)  # workers of a DataLoader that were forked hold the file open too
     try:
         os.close(file)
     except OSError as error:  # of a network disk that is gone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -12,10 +13,9 @@ from torch import Tensor
 from lt_tiled._log import inform
 from lt_tiled.errors import OffloadError
 from lt_tiled.memory import gib
-from lt_tiled.offload.calls import SystemCall
 from lt_tiled.offload.extents import Extent
-from lt_tiled.offload.pinned import Copy, CPUMemory, Slot
-from lt_tiled.offload.spill import SpillFile
+from lt_tiled.offload.pinned import CPUMemory, Slot
+from lt_tiled.offload.spill import SpillFile, wait_for
 from lt_tiled.policies import MAX_BYTES
 
 Tier: TypeAlias = "CPUTier | DiskTier"
@@ -23,24 +23,24 @@ Tier: TypeAlias = "CPUTier | DiskTier"
 
 @dataclass(frozen=True)
 class Stored:
-    """Where bytes are stored, or being stored by a transfer. Their room is free when nothing refers to it."""
+    """Where bytes are stored, or being stored. Their room is free when nothing refers to it."""
 
     tier: Tier
     room: Any  # a Slot or an Extent
-    transfer: Copy | SystemCall
+    done: Callable[[], bool]
+    wait: Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Loading:
-    """Bytes that are being loaded to their device. ``ready`` returns whether :meth:`wait` returns at once."""
+    """Bytes that are being loaded to their device."""
 
     into: Tensor
-    ready: Callable[[], bool]
-    finish: Callable[[float], object]
+    finish: Callable[[], object]
 
-    def wait(self, seconds: float) -> Tensor:
-        """Return the bytes, which the current stream may use, after at most so many seconds."""
-        self.finish(seconds)
+    def wait(self) -> Tensor:
+        """Return the bytes, which the current stream may use."""
+        self.finish()
         if self.into.is_cuda:  # it may be another stream than that for which the tensor was allocated
             self.into.record_stream(torch.cuda.current_stream(self.into.device))
         return self.into
@@ -54,13 +54,13 @@ class CPUTier(CPUMemory):
         if (slot := self.take(raw.nbytes, raw.device)) is None:
             return None
         _tell_if_it_blocks(raw.device)
-        return Stored(self, slot, self.copy("store", raw, slot))
+        copy = self.copy("store", raw, slot)
+        return Stored(self, slot, copy.done, copy.wait)
 
     def load(self, room: Slot, nbytes: int, device: torch.device) -> Loading:
         """Begin to load the bytes in ``room``. May be called any number of times."""
         into = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        copy = self.copy("load", into, room)
-        return Loading(into, lambda: copy.done, lambda _: copy.wait_on_stream())
+        return Loading(into, self.copy("load", into, room).wait_on_stream)
 
 
 class DiskTier:
@@ -76,10 +76,12 @@ class DiskTier:
             slot = self._stage(raw)
             copy = self.memory.copy("store", raw, slot)
             # The call refers to the copy, and so keeps the slot until it has ended.
-            return Stored(self, extent, self.spill.write(extent, _views(slot.memory), first=copy.wait))
-        _tell_if_it_blocks(raw.device)
-        source = raw if raw.device.type == "cpu" else torch.empty(raw.nbytes, dtype=torch.uint8).copy_(raw)
-        return Stored(self, extent, self.spill.write(extent, _views([source])))
+            call = self.spill.write(extent, _views(slot.memory), first=copy.wait)
+        else:
+            _tell_if_it_blocks(raw.device)
+            source = raw if raw.device.type == "cpu" else torch.empty(raw.nbytes, dtype=torch.uint8).copy_(raw)
+            call = self.spill.write(extent, _views([source]))
+        return Stored(self, extent, call.done, partial(wait_for, call))
 
     def load(self, room: Extent, nbytes: int, device: torch.device) -> Loading:
         """Begin to read the bytes in ``room``. May be called any number of times."""
@@ -89,12 +91,12 @@ class DiskTier:
         buffer = into if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8)
         read = self.spill.read(room, _views([buffer]))
 
-        def finish(seconds: float) -> None:
-            read.wait(seconds)
+        def finish() -> None:
+            wait_for(read)
             if buffer is not into:
                 into.copy_(buffer)
 
-        return Loading(into, lambda: read.done, finish)
+        return Loading(into, finish)
 
     def _load_to_gpu(self, extent: Extent, into: Tensor) -> Loading:
         slot = self._stage(into)
@@ -104,7 +106,7 @@ class DiskTier:
             self.memory.copy("load", into, slot, allocated).wait()
 
         read = self.spill.read(extent, _views(slot.memory), then=copy_back)
-        return Loading(into, lambda: read.done, read.wait)
+        return Loading(into, partial(wait_for, read))
 
     def _stage(self, raw: Tensor) -> Slot:
         if (slot := self.memory.take(raw.nbytes, raw.device)) is None:

@@ -80,13 +80,12 @@ class _FakeTier:
         if raw.nbytes > self.left:
             return None
         self.left -= raw.nbytes
-        leaving: Any = SimpleNamespace(done=False, wait=nothing)  # until the offloader waits for it
-        return Stored(cast(Any, self), None, leaving)
+        return Stored(cast(Any, self), None, lambda: False, nothing)  # it leaves when the offloader waits for it
 
     def load(self, room: None, nbytes: int, device: torch.device) -> Loading:
         loaded = torch.empty(nbytes, dtype=torch.uint8)
         self.name(loaded)
-        return Loading(loaded, lambda: True, nothing)
+        return Loading(loaded, nothing)
 
     free_buffers = close = nothing
 

@@ -24,7 +24,7 @@ from tests.processes import LIMIT
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-MISSING = ("deepspeed", "peft", "jsonargparse", "matplotlib", "rich", "xxhash", "tensorboard", "torchao")
+MISSING = ("deepspeed", "peft", "jsonargparse", "matplotlib", "rich", "tensorboard", "torchao")
 PROGRAM = """
 import json, math, lt_tiled
 from benchmarks import gpu, gpu_parts

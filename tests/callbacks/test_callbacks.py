@@ -68,12 +68,11 @@ def test_offloaded_checkpointing(tmp_path: Path) -> None:
 
 
 def test_report_of_offload(capsys: pytest.CaptureFixture[str]) -> None:
-    """The table at the end tells what was offloaded per step, how it came back, and what it means for an SSD."""
+    """The table at the end tells what was offloaded per step, and what it means for an SSD."""
     strategy = TiledSingleDeviceStrategy(tiling=4, activation_checkpointing=ActivationCheckpointing(offload="disk"))
     trainer(strategy, callbacks=[TilingReport()]).fit(LitTiny())
     printed = " ".join(capsys.readouterr().out.split())
     assert "offloaded per step: 0.0 MiB to CPU memory, 0.0 MiB to disk" in printed
-    assert "stalled" in printed
     assert "written to disk in all" in printed
     assert "SSD wear at this rate" in printed
 

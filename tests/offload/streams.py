@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import RLock, get_ident, local
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lt_tiled.offload import calls, pinned, spill
+from lt_tiled.offload import pinned, spill
 from lt_tiled.offload.geometry import Geometry, storage_key
 
 Clock = dict[str, int]
@@ -65,12 +66,11 @@ class Stream:
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event(self.check)
-        event.clock, event.asked, event.time = joined(self.clock, self.check.host), 0, self.check.now
+        event.clock, event.asked = joined(self.clock, self.check.host), 0
         return event
 
     def wait_event(self, event: Event) -> None:
         self.clock = joined(self.clock, event.clock)
-        self.check.now += self.check.wait_ms
 
     def synchronize(self) -> None:
         self.check.host_knows(self.clock)
@@ -78,7 +78,7 @@ class Stream:
 
 class Event:
     def __init__(self, check: StreamCheck, **_: Any) -> None:
-        self.check, self.clock, self.asked, self.time = check, Clock(), 0, 0.0
+        self.check, self.clock, self.asked = check, Clock(), 0
 
     def query(self) -> bool:
         self.asked += 1
@@ -89,33 +89,39 @@ class Event:
     def synchronize(self) -> None:
         self.check.host_knows(self.clock)
 
-    def elapsed_time(self, end: Event) -> float:
-        return end.time - self.time
 
-
-class TrackedCall(calls.SystemCall):
-    """A system call that comes after what was done before it was submitted; who sees that it ended comes after it."""
+class TrackedThreads(ThreadPoolExecutor):
+    """Calls come after what was done before they were submitted; who sees that one ended comes after it."""
 
     check: StreamCheck
 
-    def __init__(self, *args: Any) -> None:
-        self._sent, self._end = self.check.host, None
-        super().__init__(*args)
+    def submit(self, call: Any) -> Any:  # type: ignore[override]
+        sent, end = self.check.host, Clock()
 
-    def run(self, closed: bool) -> None:
-        self.check.host_knows(self._sent)
-        with _Operations(self.check):
-            super().run(closed)
-        self.check.slots_dropped()
+        def run() -> None:
+            self.check.host_knows(sent)
+            try:
+                with _Operations(self.check):
+                    call()
+            finally:
+                self.check.slots_dropped()
+                end.update(self.check.host)
 
-    @property
-    def done(self) -> bool:
-        self.check.host_knows(self._end or {})
-        return self._end is not None
+        future = super().submit(run)
+        done, exception = future.done, future.exception
 
-    @done.setter
-    def done(self, value: bool) -> None:
-        self._end = self.check.host if value else None
+        def is_done() -> bool:
+            if ended := done():
+                self.check.host_knows(end)
+            return ended
+
+        def its_exception() -> BaseException | None:
+            error = exception()
+            self.check.host_knows(end)
+            return error
+
+        vars(future).update(done=is_done, exception=its_exception)
+        return future
 
 
 class StreamCheck:
@@ -128,8 +134,6 @@ class StreamCheck:
         """How often ``record_stream`` named another stream than the one for which a tensor was allocated."""
         self.capturing = False
         """Whether a CUDA graph is being captured."""
-        self.now, self.wait_ms = 0.0, 0.0
-        """The time on the GPU, and how long each wait of a stream for an event takes there."""
         self.streams: list[Stream] = []
         self._lock, self._local, self._stack = RLock(), local(), ExitStack()
         self._hosts: defaultdict[int, Clock] = defaultdict(dict)
@@ -288,9 +292,9 @@ class StreamCheck:
             self.host_knows(self._given)  # what a thread did before its call dropped a slot came before
             return take(*args)
 
-        def moved(file: Any, verb: str, offset: int, data: Any) -> int:
+        def moved(file: Any, verb: str, offset: int, data: Any) -> None:
             self.transfer(data, verb == "read")
-            return transfer(file, verb, offset, data)
+            transfer(file, verb, offset, data)
 
         cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda address: None)
         cuda = {"Stream": partial(Stream, self), "Event": partial(Event, self), "cudart": lambda: cudart}
@@ -303,7 +307,7 @@ class StreamCheck:
             (Tensor, tensor),
             (torch, {"empty": new}),
             (pinned.CPUMemory, {"take": taken}),
-            (calls, {"SystemCall": type("SystemCall", (TrackedCall,), {"check": self})}),
+            (spill, {"ThreadPoolExecutor": type("Threads", (TrackedThreads,), {"check": self})}),
             (spill.SpillFile, {"_transfer": moved}),
         ):
             self._stack.enter_context(mock.patch.multiple(where, **names))

@@ -28,7 +28,7 @@ TIERS: list[dict[str, Any]] = [
     {"offload": "disk"},
     {"offload": "cpu"},
     {"offload": "cpu+disk", "cpu_budget": 4096},
-    {"offload": "disk", "prefetch": 3, "keep_last": 0, "checksum": True},
+    {"offload": "disk", "prefetch": 3, "keep_last": 0},
     {"offload": "disk", "keep_last": 5, "direct_io": False},
 ]
 
@@ -253,7 +253,7 @@ def test_release_gives_disk_and_descriptors_back(tmp_path: Path) -> None:
         ({"offload": "cpu", "cpu_budget": "9" * 400}, "is more than any machine has"),
         ({"offload": "disk", "directory": ""}, "directory='' names no directory: leave it out for"),
         ({"offload": "disk", "directory": "a\0b"}, r"directory='a\\x00b' has a NUL byte, which no path may have"),
-        ({"prefetch": 0}, "prefetch=0 must be 'auto' or an integer of at least 1"),
+        ({"prefetch": 0}, "prefetch=0 must be an integer of at least 1"),
         ({"keep_last": -1}, "keep_last=-1 must be an integer of at least 0"),
     ],
 )

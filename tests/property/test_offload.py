@@ -35,8 +35,7 @@ class Case:
     steps: str
     offload: str
     keep_last: int
-    prefetch: Any
-    checksum: bool
+    prefetch: int
     direct_io: bool
     cpu_budget: int | None
 
@@ -121,7 +120,7 @@ def result(case: Case, offload: bool) -> list[Any]:
     x = torch.randn(*case.lead, WIDTH).to(case.dtype).requires_grad_(case.wants_grad)
     fields: dict[str, Any] = {"targets": "Block"}
     if offload:
-        names = ("offload", "keep_last", "prefetch", "checksum", "direct_io")
+        names = ("offload", "keep_last", "prefetch", "direct_io")
         fields |= {name: getattr(case, name) for name in names}
         fields |= {"cpu_budget": case.cpu_budget} if case.cpu_budget and "cpu" in case.offload else {}
     found: list[Any] = []
@@ -160,8 +159,7 @@ CASES = st.builds(
     steps=st.sampled_from(["one graph", "evaluation between", "two graphs", "no backward pass", "backward twice"]),
     offload=st.sampled_from(["cpu", "disk", "cpu+disk"]),
     keep_last=st.integers(0, 2),
-    prefetch=st.sampled_from(["auto", 1, 3]),
-    checksum=st.booleans(),
+    prefetch=st.sampled_from([1, 3]),
     direct_io=st.booleans(),
     cpu_budget=st.sampled_from([None, 1, 300, 4096]),
 )
