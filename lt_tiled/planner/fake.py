@@ -13,7 +13,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import bias
 from torch.utils import _pytree as pytree
 
 from lt_tiled.offload.offloader import Offloader
@@ -27,9 +26,6 @@ from lt_tiled.training_step.step import nothing, swapped
 def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
     """Make all new tensors fake, and record them in a ledger. Errors name the module that is running."""
     with ExitStack() as stack:
-        # Causal masks that are aligned to the lower right take the flash kernel, as on a GPU: on a CPU torch makes the
-        # mask. There is no public switch.
-        stack.enter_context(swapped(vars(bias), "can_use_flash_attention", lambda params: True))
         if find_spec("transformers") is not None:
             from transformers import masking_utils
             from transformers.integrations import hub_kernels
