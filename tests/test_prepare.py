@@ -60,7 +60,7 @@ def test_an_error_while_marking_leaves_the_model_as_it_was() -> None:
     """If the second of two modules cannot be tiled, the first one is not left tiled."""
     model = nn.ModuleList([GatedMLP(), nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H))])
     before = state(model)
-    with pytest.raises(ValueError, match=r"1 \(Sequential\) is not position-wise"):
+    with pytest.raises(ValueError, match=r"1 \(Sequential\) cannot be tiled"):
         prepare(model, tiling=Tiling(4, targets=["0", "1"]))
     assert state(model) == before
 

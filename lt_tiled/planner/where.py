@@ -23,7 +23,7 @@ from lt_tiled.modules.patch import get_patch
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.planner.ledger import Ledger, Place
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.arguments import split_arguments
+from lt_tiled.tiling.layout import split_arguments
 from lt_tiled.tiling.patched import tiled_patches
 
 aten = torch.ops.aten

@@ -14,16 +14,17 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.arguments import Arguments, split_arguments
 from lt_tiled.tiling.compiled import compiled
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import (
+    Arguments,
     Bounds,
     OutputAssembly,
     OutputLayout,
     TokenShape,
     describe_output,
     each_tile,
+    split_arguments,
     tile_bounds,
 )
 from lt_tiled.tiling.observe import Observation, is_recomputing

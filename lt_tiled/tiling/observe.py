@@ -184,7 +184,7 @@ class Observation:
         for index, held in enumerate(self._tensors):
             # As peft does, which gives a weight a parametrization in each forward pass. In the first call the sums come
             # too late, and a forward pass that changed the values is noticed by what its recompute computes.
-            if held.is_weight and self._changed(index) is not None:
+            if held.is_weight and version_of(held.tensor) != self._versions[index]:
                 history.touched.add((held.part, held.name))
                 self._sums.setdefault(index, _sums(held.tensor))
         for index, held in buffers:

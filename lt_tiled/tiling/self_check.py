@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
-from lt_tiled.tiling.backward import backward
+from lt_tiled.tiling.autograd import backward
 from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import TokenShape, describe_output

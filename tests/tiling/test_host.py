@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lt_tiled
 from lt_tiled import tile, untile
 from lt_tiled.modules.patch import get_patch
-from lt_tiled.tiling.backward import Backward
+from lt_tiled.tiling.autograd import Backward
 from lt_tiled.tiling.patched import TiledPatch
 from lt_tiled.tiling.skip import LastLinear
 from lt_tiled.tiling.weights import GradientSum
