@@ -6,9 +6,8 @@ import copy
 import random
 import re
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,13 +62,11 @@ class Composed(nn.Module):
         self.parts = nn.ModuleList(build(name) for name in parts)
         self.output = output
 
-    def forward(
-        self, x: Tensor, *scales: Tensor, many: Any = (), per_token: Tensor | None = None, mask: Tensor | None = None
-    ) -> Any:
+    def forward(self, x: Tensor, *scales: Tensor, per_token: Tensor | None = None, mask: Tensor | None = None) -> Any:
         y = x
         for part in self.parts:
             y = part(y)
-        for scale in (*scales, *pytree.tree_leaves(many)):
+        for scale in scales:
             y = y * scale
         if per_token is not None:
             y = y * per_token[..., None]
@@ -81,7 +78,7 @@ class Composed(nn.Module):
 OUTPUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "tensor": lambda y, x: y,
     "tuple": lambda y, x: (y, y.sum(-1)),
-    "dict": lambda y, x: {"y": y, "more": [y * 2, None, 3, "name"]},
+    "dict": lambda y, x: {"y": y, "more": y * 2},
     "same twice": lambda y, x: (y, y),
     "views": lambda y, x: (y[..., :2], y[..., 2:]),
     "per token, flat": lambda y, x: (y, y.reshape(-1, H).sum(-1)),
@@ -93,11 +90,7 @@ OUTPUTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "detached alone": lambda y, x: y.detach(),
     "in float32": lambda y, x: y.float().double(),
     "mean": lambda y, x: (y, y.mean()),
-    "loss alone": lambda y, x: y.square().sum(),
-    "tokens": lambda y, x: (y, y.shape[0]),
-    "histogram": lambda y, x: (y, torch.zeros(2).double() + (y > 0).sum()),
     "transposed": lambda y, x: y.transpose(0, 1),
-    "another object": lambda y, x: (y, object()),
 }
 PLAIN_OUTPUTS = [*OUTPUTS][:13]
 """Outputs that are per token."""
@@ -113,17 +106,11 @@ EXTRAS: dict[str, Callable[[tuple[int, ...]], Extra]] = {
     "channels": lambda lead: ((_entries(H).requires_grad_(),), {}),
     "scalar": lambda lead: ((_entries().requires_grad_(),), {}),
     "number": lambda lead: ((1.5,), {}),
-    "tuple": lambda lead: ((), {"many": (_entries(*lead, H).requires_grad_(), (_entries(H).requires_grad_(),))}),
-    "list": lambda lead: ((), {"many": [_entries(H)]}),
-    "list, wants a gradient": lambda lead: ((), {"many": [_entries(H).requires_grad_()]}),
-    "list per token": lambda lead: ((), {"many": [_entries(*lead, 1)]}),
-    "dict": lambda lead: ((), {"many": {"a": _entries(H), "b": 2.0}}),
-    "dict per token": lambda lead: ((), {"many": {"a": _entries(*lead, H).requires_grad_()}}),
     "per row": lambda lead: ((_entries(lead[0], *[1] * (len(lead) - 1), H),), {}),
     "per position": lambda lead: ((_entries(*[1] * (len(lead) - 1), lead[-1], 1),), {}),
     "per position, wants a gradient": lambda lead: ((_entries(lead[-1], H).requires_grad_(),), {}),
 }
-PLAIN_EXTRAS = [*EXTRAS][:11]
+PLAIN_EXTRAS = [*EXTRAS][:9]
 """Arguments that tiles can be given."""
 
 LAYOUTS: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
@@ -190,12 +177,6 @@ def _outer(module: nn.Module) -> nn.Linear:
     return outer
 
 
-def _with_other_weights(module: nn.Module) -> Call:
-    names = {name: (p.detach() * 1.5).requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
-    module.__dict__["given"] = names
-    return lambda *args, **kwargs: torch.func.functional_call(module, names, args, kwargs)
-
-
 def _with_hooks(module: nn.Module) -> Call:
     module.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
     module.register_forward_hook(lambda module, args, output: pytree.tree_map_only(Tensor, _doubled, output))
@@ -234,7 +215,6 @@ def _of_first(y: Any, then: Callable[[Tensor], Any]) -> Any:
 AROUND: dict[str, Callable[[nn.Module], Call]] = {
     "nothing": lambda module: module,
     "checkpoint": lambda module: lambda *a, **k: checkpoint(module, *a, use_reentrant=False, **k),
-    "checkpoint without early stop": lambda module: lambda *a, **k: _without_early_stop(module, *a, **k),
     "reentrant checkpoint": lambda module: (
         lambda x, *a, **k: checkpoint(lambda x: module(x, *a, **k), x, use_reentrant=True)
     ),
@@ -249,21 +229,13 @@ AROUND: dict[str, Callable[[nn.Module], Call]] = {
         lambda x, *a, **k: _of_first(module(_outer(module)(x), *a, **k), lambda y: y + _outer(module)(x).sum())
     ),
     "copied": copy.deepcopy,
-    "other weights": _with_other_weights,
     "hooks": _with_hooks,
     "inner hook": _with_inner_hook(lambda module, args, output: output * 2),
     "inner hook that mixes": _with_inner_hook(lambda module, args, output: output - output.mean(0)),
-    "inner hook that keeps": _with_inner_hook(lambda module, args, output: SEEN.append(output)),
     "hook of the input": _hooked_input,
-    "saved tensors on the CPU": lambda module: (
-        lambda *a, **k: _within(torch.autograd.graph.save_on_cpu(), module, a, k)
-    ),
-    "anomalies detected": lambda module: lambda *a, **k: _within(torch.autograd.detect_anomaly(False), module, a, k),
-    "inference mode": lambda module: lambda *a, **k: _within(torch.inference_mode(), module, a, k),
     "output changed in place": lambda module: lambda *a, **k: _of_first(module(*a, **k), lambda y: y.mul_(2)),
     "input changed afterwards": lambda module: _changing_input(module),
 }
-SEEN: deque[Any] = deque(maxlen=1)
 
 
 def _changing_input(module: nn.Module) -> Call:
@@ -274,16 +246,6 @@ def _changing_input(module: nn.Module) -> Call:
         return y, x
 
     return call
-
-
-def _without_early_stop(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
-        return checkpoint(module, *args, use_reentrant=False, **kwargs)
-
-
-def _within(context: AbstractContextManager[Any], call: Call, args: Any, kwargs: Any) -> Any:
-    with context:
-        return call(*args, **kwargs)
 
 
 def _each_buffer(change: Callable[[nn.Module, str, Tensor], object]) -> Callable[[nn.Module], object]:
@@ -310,7 +272,6 @@ BETWEEN: dict[str, Callable[[nn.Module], object]] = {
     "random numbers": lambda module: torch.rand(3),
     "state loaded": lambda module: module.load_state_dict(copy.deepcopy(module.state_dict())),
     "weights in place": _each_weight(lambda m, name, p: p.mul_(2)),
-    "data of weights in place": _each_weight(lambda m, name, p: p.data.mul_(2)),
     "data of weights set": _each_weight(lambda m, name, p: setattr(p, "data", p.data * 2)),
     "weights replaced": _each_weight(lambda m, name, p: setattr(m, name, nn.Parameter(p.data * 2, p.requires_grad))),
     "buffers in place": _each_buffer(lambda m, name, b: b.mul_(2)),
@@ -396,14 +357,10 @@ def position_wise_cases() -> st.SearchStrategy[Case]:
     ).filter(lambda case: not any(known(case) for known in (*KNOWN.values(), *REFUSED.values())))
 
 
-_SHARING = {"identity", "view", "nn.Dropout"}
+_SHARING = {"identity", "nn.Dropout"}
 """Parts that return their input."""
 
 KNOWN: dict[str, Callable[[Case], bool]] = {
-    "a branch for all tokens, which the few tokens of the self-check do not take": lambda case: "branch" in case.parts,
-    "the data of weights changed in place, of which torch keeps no version": lambda case: (
-        case.between == "data of weights in place"
-    ),
     "another weight in the recompute of a checkpoint, where torch computes its gradients with that": lambda case: (
         "checkpoint" in case.around
         and case.between in ("weights replaced", "frozen", "part replaced", "parts reversed")
@@ -415,43 +372,19 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
         (case.around == "output changed in place" and case.output in ("also detached", "same twice"))
         or ("changed" in case.around and (case.output == "also the input" or {*case.parts} <= _SHARING))
     ),
-    "the data of weights written in the forward, of which torch keeps no version": lambda case: (
-        "writes into a weight's data" in case.parts
-    ),
-    "an output that is the input itself, in inference mode": lambda case: (
-        case.around == "inference mode"
-        and ("nn.Dropout" in case.parts or {*case.parts} <= _SHARING or case.output == "also the input")
-    ),
-    "a hook of the input, which a derivative inside of the forward calls without tiles": lambda case: (
-        "force" in case.parts and case.around == "hook of the input"
-    ),
     "the input of a block that is changed before its recompute: torch's own error": lambda case: (
         case.checkpointed
         and (("input" in case.around and "changed" in case.around) or "writes into its input" in case.parts)
     ),
-    "noise of rows, which are tokens": lambda case: "noise of rows" in case.parts and len(case.lead) == 1,
 }
 """What is known to go wrong, and is not drawn until it is fixed."""
 
 REFUSED: dict[str, Callable[[Case], bool]] = {
     "as many tokens as channels: an argument of channels is cut": lambda case: (
-        case.lead == (H,) and (case.extra in ("channels", "tuple") or case.before == "a call on other arguments")
+        case.lead == (H,) and (case.extra == "channels" or case.before == "a call on other arguments")
     ),
     "the hook of a weight that the output does not depend on": lambda case: (
         "hooks of a weight" in case.parts and (case.output == "detached alone" or "constant" in case.parts)
-    ),
-    "a derivative of a derivative, which fails without a graph": lambda case: case.parts.count("force") > 1,
-    "a derivative inside of the forward, for an input that wants none": lambda case: (
-        "force" in case.parts
-        and (
-            not case.wants_grad
-            or case.before == "a call on a frozen input"
-            or (case.frozen == "everything" and "constant" in case.parts)
-        )
-    ),
-    "a weight that a hook computes, for an output that has no gradient": lambda case: (
-        bool({"pruned", "old weight norm"} & {*case.parts})
-        and (case.output == "detached alone" or "constant" in case.parts)
     ),
 }
 """What works position by position, and is refused."""
@@ -517,14 +450,9 @@ def _run(case: Case, tiled: bool) -> Values:
         leaves += more
     wanted = {"input": x} | {f"argument {i}": t for i, t in enumerate(pytree.tree_leaves((args, kwargs)))}
     wanted |= {f"weight {name}": p for name, p in [*module.named_parameters(), *module.named_buffers()]}
-    wanted |= module.__dict__.get("given", {})
     wanted = {name: t for name, t in wanted.items() if isinstance(t, Tensor) and t.requires_grad}
     found |= _gradients(case, leaves, x, wanted)
     found |= {f"state {name}": value.clone() for name, value in module.state_dict().items()}
-    for path, part in module.named_modules():
-        for name in ("calls", "seen", "stats", "last", "constant"):
-            if name in part.__dict__:
-                found[f"attribute {path}.{name}"] = copy.copy(part.__dict__[name])
     found["input afterwards"] = x.detach()
     return found
 

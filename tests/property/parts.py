@@ -30,19 +30,6 @@ class Square(torch.autograd.Function):
         return 2 * x * weight * gradient, (x * x * gradient).flatten(0, -2).sum(0)
 
 
-class Doubled(torch.autograd.Function):
-    """A function of its own that changes its argument in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
 class Part(nn.Module):
     """A function of :data:`POSITION_WISE` or :data:`OTHERS`, and what it may use: weights, a buffer, attributes."""
 
@@ -55,9 +42,6 @@ class Part(nn.Module):
         self.constant = torch.rand(H) + 0.5
         self.factor = 1.5
         self.calls = 0
-        self.seen: list[Any] = []
-        self.stats: dict[str, Any] = {}
-        self.last: Any = None
 
     def double(self) -> Part:
         super().double()
@@ -95,14 +79,6 @@ def selected(part: Part, x: Tensor) -> Tensor:
     return y
 
 
-def force(part: Part, x: Tensor) -> Tensor:
-    """Return the gradient of an energy, as in a force field."""
-    with torch.enable_grad():
-        y = x if x.requires_grad else x.detach().requires_grad_()
-        energy = part.inner(y).tanh().sum()
-        return torch.autograd.grad(energy, y, create_graph=True)[0]
-
-
 def without_gradient(part: Part, x: Tensor) -> Tensor:
     with torch.no_grad():
         y = part.inner(x)
@@ -111,12 +87,9 @@ def without_gradient(part: Part, x: Tensor) -> Tensor:
 
 POSITION_WISE: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "linear": lambda part, x: part.inner(x),
-    "linear without bias": lambda part, x: part.other(x),
     "gated": gated,
     "in place": in_place,
-    "inplace activation": lambda part, x: F.relu(part.inner(x), inplace=True),
     "residual": lambda part, x: x + part.inner(x).tanh(),
-    "residual in place": lambda part, x: part.inner(x).add_(x),
     "detached residual": lambda part, x: part.inner(x) + x.detach(),
     "channel scale": lambda part, x: x * part.gain,
     "token scale": lambda part, x: x * part.other(x)[..., :1].sigmoid(),
@@ -126,10 +99,8 @@ POSITION_WISE: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "transposed weight": lambda part, x: F.linear(part.other(x).tanh(), part.other.weight.t()),
     "product with a weight": lambda part, x: torch.einsum("...h,kh->...k", x, part.other.weight),
     "parts of a weight": lambda part, x: torch.cat([F.linear(x, w) for w in part.other.weight.chunk(3)], -1),
-    "sum of weights": lambda part, x: x @ (part.other.weight + part.inner.weight),
     "normalized weight": lambda part, x: F.linear(x, F.normalize(part.other.weight)),
     "detached weight": lambda part, x: F.linear(part.inner(x), part.other.weight.detach()),
-    "data of a weight": lambda part, x: F.linear(part.inner(x), part.other.weight.data),
     "penalized weight": lambda part, x: x * part.other.weight.square().mean(),
     "embedding": lambda part, x: x + F.embedding((x[..., 0] > 0).long(), part.other.weight),
     "indexed weight": lambda part, x: x * part.other.weight[(x[..., 0] > 0).long()],
@@ -141,30 +112,18 @@ POSITION_WISE: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "routed": routed,
     "selected": selected,
     "own function": lambda part, x: Square.apply(x, part.gain),
-    "own function in place": lambda part, x: Doubled.apply(part.inner(x)),
-    "dropout of none": lambda part, x: F.dropout(part.inner(x), 0.0),
     "checkpoint": lambda part, x: checkpoint(part.inner, x, use_reentrant=False),
     "functional call": lambda part, x: torch.func.functional_call(
         part.inner, {"weight": part.other.weight, "bias": part.gain}, x
     ),
     "vmap": lambda part, x: torch.func.vmap(part.inner)(x),
     "convolution of one": lambda part, x: F.conv1d(x.reshape(-1, H, 1), part.other.weight[..., None]).view_as(x),
-    "force": force,
     "without gradient": without_gradient,
     "identity": lambda part, x: x,
-    "view": lambda part, x: x.view_as(x),
     "constant": lambda part, x: torch.zeros_like(x) + part.gain,
     "half detached": lambda part, x: torch.cat([x[..., :3].detach(), part.inner(x)[..., 3:]], -1),
-    "cached": lambda part, x: x * _cached(part),
-    "attribute set anew": lambda part, x: (setattr(part, "stats", {"a": 1}), part.inner(x))[1],
 }
 """What computes each token from itself alone."""
-
-
-def _cached(part: Part) -> float:
-    if part.last is None:
-        part.last = 2.0
-    return part.last
 
 
 def capacity(tokens: int) -> Callable[[Part, Tensor], Tensor]:
@@ -182,12 +141,6 @@ def then(change: Callable[[Part, Tensor], object]) -> Callable[[Part, Tensor], T
         return part.inner(x)
 
     return changing
-
-
-def aux_loss(part: Part, x: Tensor) -> Tensor:
-    y = part.inner(x)
-    part.last = y.square().mean()
-    return y
 
 
 def shifted(part: Part, x: Tensor) -> Tensor:
@@ -211,50 +164,29 @@ def only_in_training(part: Part, x: Tensor) -> Tensor:
 OTHERS: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "softmax of rows": lambda part, x: x.softmax(0),
     "softmax of tokens": lambda part, x: x.softmax(-2),
-    "mean of rows": lambda part, x: x - x.mean(0),
     "mean of tokens": lambda part, x: part.inner(x - x.mean(-2, keepdim=True)),
-    "mean of all": lambda part, x: x - x.mean(),
     "detached mean": lambda part, x: x - x.detach().mean(-2, keepdim=True),
     "mean behind a zero": lambda part, x: x + 0 * part.gain * x.mean(-2, keepdim=True),
     "mean behind a small gate": lambda part, x: x + 1e-6 * part.gain * x.mean(-2, keepdim=True),
-    "sum of rows": lambda part, x: x.cumsum(0),
-    "sum of tokens": lambda part, x: x.cumsum(-2),
-    "largest": lambda part, x: x / x.detach().abs().amax(),
-    "norm of all": lambda part, x: x / x.norm(),
     "token shift": shifted,
     "reversed": lambda part, x: part.inner(x).flip(-2),
-    "rolled rows": lambda part, x: x.roll(1, 0),
     "sorted": lambda part, x: part.inner(x).sort(-2).values,
     "attention": attention,
     "batch norm": lambda part, x: F.batch_norm(x.reshape(-1, H), None, None, part.gain, training=True).view_as(x),
-    "group norm": lambda part, x: F.instance_norm(x.reshape(1, -1, H).transpose(1, 2)).transpose(1, 2).reshape(x.shape),
     "positions": lambda part, x: x * torch.arange(x.shape[-2], dtype=x.dtype)[:, None],
-    "position of rows": lambda part, x: (x.transpose(0, -1) * torch.arange(x.shape[0], dtype=x.dtype)).transpose(0, -1),
     "division by tokens": lambda part, x: part.inner(x) / x.shape[-2],
-    "division by rows": lambda part, x: part.inner(x) / x.shape[0],
-    "division by entries": lambda part, x: x / max(x.numel(), 1),
     "first token": lambda part, x: x + x[..., :1, :],
-    "branch": lambda part, x: part.inner(x) if x.sum() > 0 else part.other(x),
     "capacity of 8": capacity(8),
     "shared noise": lambda part, x: x * torch.rand((), dtype=x.dtype),
-    "noise of rows": lambda part, x: x * torch.rand(len(x), *[1] * (x.dim() - 1), dtype=x.dtype),
     "locked dropout": lambda part, x: x * F.dropout(torch.ones(H, dtype=x.dtype), training=part.training),
     "Python's noise": lambda part, x: x * random.random(),
     "mixed in training": only_in_training,
     "mixed in the backward pass": lambda part, x: MeanBackward.apply(x),
     "mixed by a hook": lambda part, x: _hooked(part.inner(x)),
-    "counts": then(lambda part, x: setattr(part, "calls", part.calls + 1)),
-    "counts tokens": then(lambda part, x: setattr(part, "calls", part.calls + x.numel())),
-    "appends": then(lambda part, x: part.seen.append(x.shape)),
-    "keeps": then(lambda part, x: setattr(part, "last", x.detach().amax() if x.numel() else 0)),
-    "keeps a loss": aux_loss,
-    "writes into a dict": then(lambda part, x: part.stats.update({len(part.stats): 1})),
-    "writes into an attribute": then(lambda part, x: part.constant.add_(1)),
     "writes into its input": then(lambda part, x: x.mul_(2)),
     "counts in a buffer": then(lambda part, x: part.stat.add_(1)),
     "sets a buffer": then(lambda part, x: setattr(part, "stat", part.stat + 1)),
     "writes into a weight": then(lambda part, x: part.inner.weight.clamp_(-0.1, 0.1)),
-    "writes into a weight's data": then(lambda part, x: part.inner.weight.data.mul_(0.9)),
     "running mean": running_mean,
     "counts and uses": lambda part, x: (setattr(part, "calls", part.calls + 1), x * part.calls)[1],
 }
@@ -277,29 +209,6 @@ class Tied(nn.Module):
         return self.b(self.a(x).tanh())
 
 
-class OwnLeaf(nn.Module):
-    """Has a weight that is not registered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.ones(H, dtype=torch.float64, requires_grad=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-class Lists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.rand(H)) for _ in range(2))
-        self.named = nn.ParameterDict({"a": nn.Parameter(torch.rand(H))})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = x * weight
-        return x + self.named["a"]
-
-
 class Frozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -308,26 +217,6 @@ class Frozen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.b(self.a(x))
-
-
-class Trained(nn.Module):
-    """Has a buffer that wants a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.rand(H, dtype=torch.float64).requires_grad_())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-class Pruned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.utils.prune.l1_unstructured(nn.Linear(H, H), "weight", 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
 
 
 def _hooks(x: nn.Linear) -> nn.Linear:
@@ -351,20 +240,15 @@ def _weight_hook(x: nn.Linear) -> nn.Linear:
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "nn.Linear": lambda: nn.Linear(H, H),
     "nn.LayerNorm": lambda: nn.LayerNorm(H),
-    "nn.RMSNorm": lambda: nn.RMSNorm(H),
     "nn.Bilinear": lambda: Twice(nn.Bilinear(H, H, H)),
     "nn.PReLU": nn.PReLU,
     "nn.Sequential": lambda: nn.Sequential(nn.Linear(H, 9), nn.ReLU(inplace=True), nn.Linear(9, H)),
     "nn.Dropout": lambda: nn.Dropout(0.0),
     "inplace": lambda: nn.Sequential(nn.Linear(H, H), nn.SiLU(inplace=True), nn.Dropout(0.0, inplace=True)),
     "tied": Tied,
-    "lists": Lists,
     "frozen": Frozen,
-    "buffer that wants a gradient": Trained,
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(H, H)),
-    "old weight norm": lambda: nn.utils.weight_norm(nn.Linear(H, H)),
     "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(H, H)),
-    "pruned": Pruned,
     "hooks": lambda: _hooks(nn.Linear(H, H)),
     "hooks of a weight": lambda: _weight_hook(nn.Linear(H, H)),
 }
@@ -381,12 +265,9 @@ class Twice(nn.Module):
 
 
 OTHER_MODULES: dict[str, Callable[[], nn.Module]] = {
-    "own leaf": OwnLeaf,
     "nn.BatchNorm1d": lambda: nn.BatchNorm1d(H),
     "nn.Conv1d": lambda: nn.Conv1d(H, H, 3, padding=1),
-    "nn.GroupNorm": lambda: nn.GroupNorm(2, H),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(H, H)),
-    "old spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(H, H)),
     "nn.LSTM": lambda: First(nn.LSTM(H, H)),
     "nn.TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(H, 2, 8, dropout=0.0),
     "nn.Softmax": nn.Softmax,
