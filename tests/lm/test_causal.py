@@ -60,24 +60,13 @@ def test_trains_any_architecture_by_its_config(config: dict[str, Any], data: Tex
 
 
 def test_loads_a_local_model(tmp_path: Path) -> None:
-    """A model saved by ``save_pretrained`` is loaded with its weights."""
+    """A model saved by ``save_pretrained`` is loaded with its weights, and the attention that is asked for."""
     saved = tiny_llama()
     saved.save_pretrained(tmp_path / "model")
-    model = CausalLM(path=str(tmp_path / "model"))
+    model = CausalLM(path=str(tmp_path / "model"), attn_implementation="flex_attention")
     model.configure_model()
+    assert model.model.config._attn_implementation == "flex_attention"
     assert all(torch.equal(a, b) for a, b in zip(model.model.parameters(), saved.parameters(), strict=True))
-
-
-def test_test_and_predict(data: TextFiles) -> None:
-    """``test`` logs a perplexity, and ``predict`` gives the log-probability of each token but the first, which agrees
-    with it.
-    """
-    model = CausalLM(LLAMA)
-    run = trainer("tiled")
-    tested = run.test(model, datamodule=data, verbose=False)[0]["test_perplexity"]
-    predictions = torch.cat(run.predict(model, datamodule=data))
-    assert predictions.shape[1] == 63
-    assert tested == pytest.approx(float(torch.exp(-predictions.mean())), rel=1e-4)
 
 
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
@@ -95,7 +84,7 @@ def test_tiled_loss_changes_no_figure(config: dict[str, Any], data: TextFiles) -
         run.fit(model, datamodule=data)
         loss = float(run.callback_metrics["train_loss"])
         logprobs = torch.cat(run.predict(model, datamodule=data))
-        found.append((loss, run.validate(model, data, verbose=False)[0]["val_perplexity"]))
+        found.append((loss, run.test(model, data, verbose=False)[0]["test_perplexity"]))
         ids = next(iter(data.predict_dataloader()))["input_ids"]
         with torch.no_grad():
             true = model(ids)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
@@ -214,23 +203,6 @@ def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'lt-tiled\[hf\]'"):
         CausalLM(LLAMA)
-
-
-@pytest.mark.full
-def test_flex_attention(data: TextFiles) -> None:
-    """Flex attention gives the logits and the perplexity of ``sdpa``."""
-    models, found = [], []
-    for attention in ("sdpa", "flex_attention"):
-        torch.manual_seed(0)
-        models.append(CausalLM(LLAMA, attn_implementation=attention))
-        (metrics,) = trainer(TiledSingleDeviceStrategy(tiling=4), limit_val_batches=1).validate(
-            models[-1], data, verbose=False
-        )
-        found.append(metrics["val_perplexity"])
-    ids = torch.arange(128)[None] % 256
-    with torch.no_grad():
-        torch.testing.assert_close(models[1](ids), models[0](ids), atol=1e-5, rtol=1e-4)
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.lm.text import has_tokenizer, read_text
+from lt_tiled.lm.text import read_text
 from tests.lit import trainer
 from tests.world import World
 
@@ -40,30 +40,6 @@ def test_bytes_of_files(tmp_path: Path) -> None:
     assert data.vocab_size == 256
 
 
-@pytest.mark.parametrize(
-    ("tokens", "tokenizer", "vocab_size"), [(512, True, 500), (256, False, 256), (512, False, None)]
-)
-def test_text_for_a_local_model(tokens: int, tokenizer: bool, vocab_size: int | None) -> None:
-    """A text for a local model is tokenized by the tokenizer in its directory. Without one, it is bytes for a model of
-    256 tokens, and others raise before the first step.
-    """
-    if tokenizer:
-        save_words("model", 499)
-    else:
-        LlamaConfig(vocab_size=tokens).save_pretrained("model")
-    Path("a.txt").write_text("tile " * 40)
-    data = TextFiles("a.txt", seq_len=5)
-    data.setup("fit")  # with no model, as bytes
-    data.trainer = SimpleNamespace(lightning_module=CausalLM(path="model"))  # type: ignore[assignment]
-    if vocab_size is None:
-        with pytest.raises(ValueError, match=r"path='model' has 512 tokens and no tokenizer.*: set tokenizer of"):
-            data.setup("fit")
-    else:
-        data.setup("fit")
-        assert data.vocab_size == vocab_size
-        assert windows(data, "val")[0].tolist() == ([499] * 5 if tokenizer else list(b"tile "))
-
-
 def save_words(directory: str, tile: int) -> None:
     """Save a tokenizer of words, and the configuration of a model, to a directory."""
     LlamaConfig(vocab_size=512).save_pretrained(directory)
@@ -72,31 +48,31 @@ def save_words(directory: str, tile: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(directory)
 
 
-def test_text_for_another_model() -> None:
-    """A text that is used for another model is cut by the tokenizer of that model, or into bytes for a model without a
-    path.
+def test_tokenizers() -> None:
+    """A text is cut by its tokenizer, or by that in the directory of the model that it is used for. Without one, it is
+    bytes for a model of 256 tokens or without a path, and others raise before the first step.
     """
     save_words("a", 499)
     save_words("b", 7)
+    LlamaConfig(vocab_size=256).save_pretrained("bytes")
+    LlamaConfig(vocab_size=512).save_pretrained("none")
     Path("a.txt").write_text("tile " * 40)
+    own = TextFiles("a.txt", tokenizer="a", seq_len=5)
+    own.setup("fit")
+    assert (own.vocab_size, windows(own, "val")[0].tolist()) == (500, [499] * 5)
     data = TextFiles("a.txt", seq_len=5)
     for model, vocab_size, tokens in (
         (CausalLM(path="a"), 500, [499] * 5),
         (CausalLM(path="b"), 8, [7] * 5),
+        (CausalLM(path="bytes"), 256, list(b"tile ")),
         (LightningModule(), 256, list(b"tile ")),
     ):
         data.trainer = SimpleNamespace(lightning_module=model)  # type: ignore[assignment]
         data.setup("fit")
-        assert data.vocab_size == vocab_size
-        assert windows(data, "val")[0].tolist() == tokens
-
-
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"])
-def test_tokenizer_of_one_file(tmp_path: Path, file: str) -> None:
-    """A directory with one of the files that a tokenizer may have is taken for one."""
-    assert not has_tokenizer(str(tmp_path))
-    (tmp_path / file).touch()
-    assert has_tokenizer(str(tmp_path))
+        assert (data.vocab_size, windows(data, "val")[0].tolist()) == (vocab_size, tokens)
+    data.trainer = SimpleNamespace(lightning_module=CausalLM(path="none"))  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"path='none' has 512 tokens and no tokenizer.*: set tokenizer of"):
+        data.setup("fit")
 
 
 class Noting(LightningModule):
@@ -138,16 +114,12 @@ def firsts(seen: list[tuple[int, ...]]) -> list[int]:
     return [tokens[0] for _, _, *tokens in seen]
 
 
-def resume(folder: str, workers: int, saved: list[int], devices: int, batches: int | None = None) -> None:
-    """Train 14 steps, in epochs of so many batches; then the rest of them from each checkpoint."""
-    saves = f"{folder}/{workers}_{batches}"
-    saving = ModelCheckpoint(saves, "{step}", save_top_k=-1, every_n_train_steps=1)
-    options: dict[str, Any] = {"max_steps": 14, "limit_train_batches": batches, "num_workers": workers}
-    options["paths"] = f"{folder}/a.txt"
-    options |= {"strategy": "ddp", "devices": devices} if devices > 1 else {}
+def resume(folder: str, saved: list[int], options: dict[str, Any], *callbacks: Callback) -> None:
+    """Train, and then again from the checkpoints after so many steps."""
+    saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
     all_steps = run(saving, **options)
     for step in saved:
-        assert run(None, f"{saves}/step={step}.ckpt", **options) == all_steps[step:]
+        assert run(*callbacks or (None,), f"{folder}/step={step}.ckpt", **options) == all_steps[step:]
 
 
 @pytest.fixture
@@ -156,38 +128,19 @@ def text() -> None:
 
 
 @pytest.mark.slow
-def test_resumed_in_an_epoch(text: None) -> None:
-    """A run that is resumed in the middle of an epoch, or at its end, gets the batches that an undisturbed one gets;
-    with worker processes, too.
-    """
-    resume(".", 0, [3, 12], 1)
-    resume(".", 2, [13], 1)
-    resume(".", 0, [3, 10, 13], 1, batches=10)
-
-
-def test_resumed_again_and_again(text: None) -> None:
-    """So does a run that ``max_steps`` stops twice in an epoch, and then with the end of the next one."""
-    found: list[int] = []
-    for end in (5, 7, 24, 30):
-        last = f"{len(found)}/last.ckpt" if found else None
-        found += firsts(run(ModelCheckpoint(str(end), "last"), last, max_steps=end))
-    assert found == firsts(run(None, max_steps=30))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resumed_after_an_epoch(text: None, workers: int) -> None:
-    """So does a run of ``max_epochs`` that goes on with another epoch."""
-    found = run(ModelCheckpoint(".", "last"), max_epochs=1, num_workers=workers)
-    found += run(None, "last.ckpt", max_epochs=2, num_workers=workers)
-    assert found == run(None, max_epochs=2)
-
-
-def test_resumed_in_the_last_epoch(text: None) -> None:
-    """So does a run of ``max_epochs`` from a checkpoint in the middle of an epoch."""
-    saving = ModelCheckpoint(".", "{step}", save_top_k=-1, every_n_train_steps=1)
-    found = run(saving, max_epochs=2)
-    for step in (5, 17):
-        assert run(None, f"step={step}.ckpt", max_epochs=2) == found[step:]
+@pytest.mark.parametrize(
+    ("saved", "options"),
+    [
+        ([3, 12], {"max_steps": 14}),
+        ([13], {"max_steps": 14, "num_workers": 2}),
+        ([3, 10, 13], {"max_steps": 14, "limit_train_batches": 10}),
+        ([5, 12, 17], {"max_epochs": 2}),
+    ],
+    ids=str,
+)
+def test_resumed_in_an_epoch(saved: list[int], options: dict[str, Any], text: None) -> None:
+    """A run that is resumed in an epoch, or at its end, gets the batches that an undisturbed one gets."""
+    resume(".", saved, options)
 
 
 def test_resumed_with_validation(text: None) -> None:
@@ -197,11 +150,34 @@ def test_resumed_with_validation(text: None) -> None:
         def on_train_epoch_end(self, run: Trainer, module: LightningModule) -> None:
             assert len([*run.train_dataloader]) == 12
 
-    saving = ModelCheckpoint(".", "{step}", save_top_k=-1, every_n_train_steps=1)
-    options = {"max_steps": 14, "limit_val_batches": 1, "val_check_interval": 2}
-    found = run(saving, **options)
-    for step in (4, 5, 12):
-        assert run(Reading(), f"step={step}.ckpt", **options) == found[step:]
+    resume(".", [4, 5, 12], {"max_steps": 14, "limit_val_batches": 1, "val_check_interval": 2}, Reading())
+
+
+def test_resumed_after_max_epochs(text: None) -> None:
+    """So does a run that goes on with another epoch after ``max_epochs``."""
+    found = run(ModelCheckpoint(".", "last"), max_epochs=1)
+    assert found + run(None, "last.ckpt", max_epochs=2) == run(None, max_epochs=2)
+
+
+def resume_on_two_ranks(folder: str) -> None:
+    options = {"max_steps": 14, "limit_train_batches": 5, "strategy": "ddp", "devices": 2}
+    resume(folder, [5, 8], {"paths": f"{folder}/a.txt", **options})
+
+
+def test_resumed_in_an_epoch_on_two_ranks(world: World, text: None) -> None:
+    """So do the ranks of a distributed run. One rank alone raises."""
+    world(resume_on_two_ranks, os.getcwd())
+    with pytest.raises(ValueError, match=r"with ranks=2\. With ranks=1 "):
+        run(None, "step=3.ckpt", max_steps=14)
+
+
+def test_resumed_again_and_again(text: None) -> None:
+    """So does a run that ``max_steps`` stops twice in an epoch, and then with the end of the next one."""
+    found: list[int] = []
+    for end in (5, 7, 24, 30):
+        last = f"{len(found)}/last.ckpt" if found else None
+        found += firsts(run(ModelCheckpoint(str(end), "last"), last, max_steps=end))
+    assert found == firsts(run(None, max_steps=30))
 
 
 def test_loader_that_lightning_builds_again(text: None) -> None:
@@ -259,13 +235,6 @@ def test_resumed_with_other_batches(text: None, monkeypatch: pytest.MonkeyPatch)
         run(None, "step=3.ckpt", max_steps=14)
 
 
-def test_resumed_in_an_epoch_on_two_ranks(world: World, text: None) -> None:
-    """So do the ranks of a distributed run. One rank alone raises."""
-    world(resume, os.getcwd(), 0, [5, 8], 2, 5)
-    with pytest.raises(ValueError, match=r"with ranks=2\. With ranks=1 "):
-        run(None, "0_5/step=3.ckpt", max_steps=14)
-
-
 def test_default_corpus_is_the_standard_library() -> None:
     """Without paths the text is the standard library's own source: megabytes of it, the same at each reading."""
     data, again = TextFiles(seq_len=4096), TextFiles(seq_len=4096)
@@ -287,18 +256,6 @@ def test_globs_single_files_and_max_bytes(tmp_path: Path, caplog: pytest.LogCapt
     text = bytes(torch.cat([windows(data, "val"), windows(data, "test")]).flatten().tolist())
     assert text == b"c" * 20
     assert read_text([tmp_path / "a.log", tmp_path / "b.log"], 70) == b"a" * 50 + b"b" * 20
-
-
-def test_tokenizer(tmp_path: Path) -> None:
-    """With a local tokenizer the tokens and the vocabulary are the tokenizer's."""
-    words = Tokenizer(models.WordLevel({"[UNK]": 0, "tile": 1, "by": 2}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "a.txt").write_text("tile by tile " * 40)
-    data = TextFiles(str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "tokenizer"), seq_len=3)
-    data.setup("fit")
-    assert windows(data, "val")[0].tolist() == [1, 2, 1]
-    assert data.vocab_size == 3
 
 
 @pytest.mark.parametrize(
