@@ -20,13 +20,12 @@ from lt_tiled.callbacks import TiledMLP
 from lt_tiled.cli import main
 from lt_tiled.loss.autograd import _TiledLoss
 from lt_tiled.tiling.autograd import TiledFunction
-from lt_tiled.tiling.observe import Observation
 from lt_tiled.tiling.recompute import RandomState
 from lt_tiled.verification import Row, Step, Verification, run_verify
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import draw, strategy
 from tests.lit import LitTiny, accelerator, replaced
-from tests.models import WIDE, GatedMLP, H, TinyLM, lm_loss, tiny_llama
+from tests.models import GatedMLP, H, TinyLM, lm_loss, tiny_llama
 from tests.world import RanksFailed, World, world_of
 
 
@@ -43,8 +42,7 @@ def _seed() -> None:
 
 
 @pytest.mark.self_checks
-@pytest.mark.table("Llama|Gemma 2|T5|BERT")
-@pytest.mark.parametrize("name", ["Llama", "Gemma 2", "GPT-2", "Mixtral", "T5", "BERT", "ViT", "OPT", "CLIP", "ALBERT"])
+@pytest.mark.parametrize("name", ["Llama", "Mixtral", "T5", "BERT", "ViT"])
 def test_architectures(name: str) -> None:
     """Architectures of all kinds pass, in several tiles if they have an MLP to tile."""
     architecture = ARCHITECTURES[name]
@@ -105,8 +103,10 @@ class Noisy(GatedMLP):
 class WrongInTraining(GatedMLP):
     """Returns too much in tiles, which it sees as one row, in training mode alone."""
 
+    factor = 1.01
+
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1.01 if self.training and len(x) == 1 else 1.0)
+        return super().forward(x) * (self.factor if self.training and len(x) == 1 else 1.0)
 
 
 class Dropping(GatedMLP):
@@ -249,42 +249,23 @@ def test_what_is_not_tiled() -> None:
     assert result.verdict.startswith("fail: nothing ran in several tiles")
 
 
-class Product(torch.autograd.Function):
-    """The product of a linear layer in TF32: ten bits of a fraction are left of both factors."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return rounded(x) @ rounded(weight).T
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = (rounded(t) for t in ctx.saved_tensors)
-        return rounded(g) @ weight, rounded(g).flatten(0, -2).T @ x.flatten(0, -2)
-
-
-def rounded(x: Tensor) -> Tensor:
-    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32) if x.dtype == torch.float32 else x
-
-
-class InTF32(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return Product.apply(x, self.weight)
-
-
 def test_tf32() -> None:
-    """The rounding of TF32 is allowed where products may be rounded to it, however that was set, and not elsewhere."""
+    """Errors as large as TF32's rounding are allowed where products may be rounded to it, and not elsewhere."""
     net, cuda = TinyLM(), torch.backends.cuda.matmul
     for block in net.blocks:
-        for name, old in block.mlp.named_children():
-            setattr(block.mlp, name, InTF32(old.in_features, old.out_features, bias=False))
-    assert not verify(net, IDS, step=step).passed
+        block.mlp = WrongInTraining()
+        block.mlp.factor = 1.001
+
+    def passes() -> bool:
+        chosen = TiledSingleDeviceStrategy(tiling=Tiling(self_check=False))
+        return verify(net, IDS, step=step, strategy=chosen, reference=False).passed
+
+    assert not passes()
     try:
         cuda.fp32_precision = "tf32"
-        result = verify(net, IDS, step=step)
+        assert passes()
     finally:
         cuda.fp32_precision = "none"
-    assert result.passed, str(result)
 
 
 class Averaging(nn.LayerNorm):
@@ -303,11 +284,11 @@ class Averaging(nn.LayerNorm):
         return super().forward(x) * self.average * self.calls
 
 
-class Counting(nn.LayerNorm):
-    """Counts its calls."""
+class Counting(GatedMLP):
+    """Counts its calls, and so its tiles."""
 
     def __init__(self) -> None:
-        super().__init__(H)
+        super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -315,7 +296,7 @@ class Counting(nn.LayerNorm):
         return super().forward(x)
 
 
-def test_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers() -> None:
     """Each step begins with the same buffers, and a buffer that a tiled step changes in another way fails."""
     net = TinyLM()
     net.blocks[0].norm1 = Averaging()
@@ -324,38 +305,17 @@ def test_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.passed, str(result)
     assert {"blocks.*.norm1.calls", "blocks.*.norm1.average"} <= {row.path for row in result.rows}
     assert net.blocks[0].norm1.calls == 0
-    net.blocks[0].norm1 = Counting()
-    monkeypatch.setattr(Observation, "restored", lambda self, until: nullcontext())  # each recompute counts, too
-    result = verify(net, IDS, step=step, strategy=TiledSingleDeviceStrategy(activation_checkpointing=True))
-    assert not {row.path: row.passed for row in result.rows}["blocks.*.norm1.calls"]
+    net.blocks[0].mlp = Counting()
+    chosen = TiledSingleDeviceStrategy(tiling=Tiling(self_check=False))
+    result = verify(net, IDS, step=step, strategy=chosen)
+    assert not {row.path: row.passed for row in result.rows}["blocks.*.mlp.calls"]
 
 
-class Scaling(nn.LayerNorm):
-    """Scales with the number of its calls, an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__(H)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * self.calls
-
-
-def test_attributes() -> None:
-    """Each step begins with the same attributes and buffers: state that moves on is no difference."""
-    net = TinyLM()
-    net.blocks[1].norm1 = Scaling()
-    result = verify(net, IDS, step=step)
-    assert result.passed, str(result)
-
-
-@pytest.mark.parametrize("reference", [True, False])
-def test_dynamic_rope(reference: bool) -> None:
+def test_dynamic_rope() -> None:
     """A rotary embedding that changes in the first long call, and remembers it in an attribute, is no difference."""
     parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     model = tiny_llama(rope_parameters=parameters, max_position_embeddings=16)
-    result = verify(model, LABELLED, reference=reference)
+    result = verify(model, LABELLED)
     assert result.passed, str(result)
 
 
@@ -514,12 +474,17 @@ def test_callbacks_and_modules() -> None:
 
 
 def on_engine(engine: str, wrong_rank: int | None) -> bool:
-    """Whether sequences of its own pass on a rank."""
+    """Whether the weights before zeros pass with sequences of its own on a rank, or with wrong gradients there."""
     offloaded = TiledDeepSpeedStrategy(stage=2, offload_optimizer=True) if engine == "offload" else None
     chosen = offloaded or strategy(lt_tiled, engine)
-    ids = draw((2, 24 + 6 * dist.get_rank()), dist.get_rank())
+    ids, net = draw((2, 24 + 6 * dist.get_rank()), dist.get_rank()), TinyLM()
+    for block in net.blocks:
+        nn.init.zeros_(block.mlp.down.weight)  # so the gradients before them are, too
     with wrong_gradients() if dist.get_rank() == wrong_rank else nullcontext():
-        return verify(TinyLM(), ids, step=step, strategy=chosen, devices=dist.get_world_size()).passed
+        result = verify(net, ids, step=step, strategy=chosen, devices=dist.get_world_size())
+    passed = {row.path: row.passed for row in result.rows}["blocks.*.mlp.gate"]
+    assert passed == result.passed
+    return passed
 
 
 def on_engines(cells: list[tuple[str, int | None]]) -> list[bool]:
@@ -539,38 +504,6 @@ def partly_frozen() -> tuple[float, float]:
     return result.tiled.norm, true
 
 
-class Zeros(nn.Linear):
-    """Begins with zeros."""
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-
-
-class LitZeros(LitTiny):
-    """Makes MLPs in ``configure_model`` whose last weights are zero: the gradients of the others are, too."""
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            super().configure_model()
-            for block in self.net.blocks:
-                block.mlp.down = Zeros(WIDE, H, bias=False)
-
-
-def zeros_on(engines: list[str]) -> list[tuple[bool, bool]]:
-    """Whether an MLP that begins with zeros passes, and with wrong gradients of the weights before the zeros."""
-
-    def passes(engine: str) -> bool:
-        result = verify(LitZeros(), draw((2, 24), dist.get_rank()), strategy=strategy(lt_tiled, engine), devices=2)
-        return {row.path: row.passed for row in result.rows}["net.blocks.*.mlp.gate"]
-
-    results = []
-    for engine in engines:
-        right = passes(engine)
-        with wrong_gradients():
-            results.append((right, passes(engine)))
-    return results
-
-
 def sharing() -> bool:
     """Whether a model whose sequences two ranks share passes."""
     chosen = lt_tiled.TiledDDPStrategy(sequence_parallel=2)
@@ -584,10 +517,10 @@ def test_a_wrong_rank(world: World) -> None:
 
 @pytest.mark.full
 def test_engines(world: World) -> None:
-    """DDP, FSDP with flat weights and sequence parallelism pass."""
-    assert world(on_engines, [("fsdp_flat", None), ("ddp", None)]) == [[True, True]] * 2
+    """FSDP with flat weights, FSDP2 and sequence parallelism pass, and a wrong gradient fails."""
+    cells = [("fsdp_flat", None), ("fsdp_flat", 0), ("fsdp2", 1)]
+    assert world(on_engines, cells) == [[True, False, False]] * 2
     assert world(sharing) == [True, True]
-    assert world(zeros_on, ["fsdp_flat", "fsdp2"]) == [[(True, False)] * 2] * 2
 
 
 def test_frozen_flat_weights(world: World) -> None:
@@ -596,16 +529,17 @@ def test_frozen_flat_weights(world: World) -> None:
         assert norm == pytest.approx(true, rel=1e-5)
 
 
-def without_gradients(model: Any, ids: Tensor) -> Tensor:
-    return model(ids).sum() * 0
-
-
-def only_32_bits_on_one(model: Any, ids: Tensor) -> Tensor:
-    return (only_32_bits if dist.get_rank() else step)(model, ids)
-
-
 def drawing_on_one(model: Any, ids: Tensor) -> Tensor:
     return step(model, ids) * (torch.rand(()) if dist.get_rank() else 1)
+
+
+def drawn_on_one_rank() -> str:
+    return verify(TinyLM(), IDS, step=drawing_on_one, strategy="tiled_ddp", devices=2).reference
+
+
+def test_ranks_agree(world: World) -> None:
+    """All ranks leave out the reference if the step of one draws."""
+    assert world(drawn_on_one_rank) == ["the untiled step"] * 2
 
 
 class Empty(LitTiny):
@@ -613,12 +547,6 @@ class Empty(LitTiny):
 
     def train_dataloader(self) -> Any:
         return [] if dist.get_rank() else super().train_dataloader()
-
-
-def raising_in_evaluation(model: Any, ids: Tensor) -> Tensor:
-    if not model.training:
-        raise KeyError("labels")
-    return step(model, ids)
 
 
 class Failing(torch.autograd.Function):
@@ -653,22 +581,16 @@ class FailingNorm(nn.LayerNorm):
 def failing(what: str, engine: str) -> None:
     """Verify a step that fails on the second rank."""
     on_ranks: dict[str, Any] = {"strategy": strategy(lt_tiled, engine), "devices": 2}
-    net = TinyLM()
     if what == "data":
         run_verify({**on_ranks, "accelerator": "cpu"}, Empty())
-    elif what == "float64":
-        verify(net, IDS, step=only_32_bits_on_one, **on_ranks)
-    elif what == "evaluation":
-        net.blocks[1].norm1 = FailingNorm(failing_forward, in_training=False)
-        verify(net, IDS, step=step, **on_ranks)
-    else:
-        net.blocks[0].norm1 = FailingNorm(failing_forward if what == "forward" else Failing.apply)
-        verify(net, IDS, step=step, **on_ranks)
+    net = TinyLM()
+    run = Failing.apply if what == "backward" else failing_forward
+    net.blocks[0].norm1 = FailingNorm(run, in_training=what != "evaluation")
+    verify(net, IDS, step=step, **on_ranks)
 
 
 REASONS = {
     "data": "SimulationError: train_dataloader() yields no batch",
-    "float64": "does not run in torch.float64 (no kernel): pass reference=False",
     "forward": "KeyError: 'no token 7'",
     "backward": "KeyError: 'no token 7'",
     "evaluation": "in evaluation mode on rank 1 and not on all ranks: KeyError: 'no token 7'",
@@ -679,15 +601,10 @@ REASONS = {
     ("what", "engine"),
     [
         ("data", "ddp"),
-        ("float64", "ddp"),
         ("forward", "fsdp2"),
         ("backward", "ddp"),
         ("evaluation", "fsdp2"),
-        pytest.param("evaluation", "ddp", marks=pytest.mark.full),
-        pytest.param("evaluation", "zero3", marks=pytest.mark.full),
-        pytest.param("backward", "fsdp_flat", marks=pytest.mark.full),
         pytest.param("forward", "zero3", marks=pytest.mark.full),
-        pytest.param("backward", "zero2", marks=pytest.mark.full),
     ],
 )
 def test_a_rank_that_fails(what: str, engine: str, request: pytest.FixtureRequest) -> None:
@@ -701,33 +618,6 @@ def test_a_rank_that_fails(what: str, engine: str, request: pytest.FixtureReques
     assert "ValueError: Rank 1 cannot run its step: " in first
     assert REASONS[what] in first
     assert REASONS[what] in second
-
-
-def evaluated_without_loss(engine: str) -> tuple[bool, bool]:
-    """Whether a step that raises in evaluation mode on all ranks passes, and whether a loss is compared there."""
-    result = verify(TinyLM(), IDS, step=raising_in_evaluation, strategy=strategy(lt_tiled, engine), devices=2)
-    return result.passed, any(row.path == "loss in evaluation mode" for row in result.rows)
-
-
-@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero3", marks=pytest.mark.full)])
-def test_ranks_that_fail_together_in_evaluation(engine: str, request: pytest.FixtureRequest) -> None:
-    """A step that raises in evaluation mode on all ranks is compared in training mode alone."""
-    assert world_of(request, engine)(evaluated_without_loss, engine) == [(True, False)] * 2
-
-
-def without_reference() -> tuple[str, str]:
-    """What ranks say of a step without gradients, and whether one of them draws random numbers in another step."""
-    on_ranks: dict[str, Any] = {"strategy": "tiled_ddp", "devices": 2}
-    with pytest.raises(ValueError, match=r".*") as error:
-        verify(TinyLM(), IDS, step=without_gradients, **on_ranks)
-    return str(error.value), verify(TinyLM(), IDS, step=drawing_on_one, **on_ranks).reference
-
-
-def test_ranks_agree(world: World) -> None:
-    """All ranks raise without gradients, and can go on; they leave out the reference if the step of one draws."""
-    for nothing, reference in world(without_reference):
-        assert "The step has no gradients" in nothing
-        assert reference == "the untiled step"
 
 
 def in_half() -> tuple[bool, float]:
@@ -750,7 +640,6 @@ def in_half() -> tuple[bool, float]:
 def test_deepspeed(deepspeed_world: World) -> None:
     """ZeRO-2 with the optimizer in CPU memory and ZeRO-3 pass; an error on one rank of ZeRO-3 fails on all."""
     assert deepspeed_world(on_engines, [("offload", None), ("zero3", None), ("zero3", 1)]) == [[True, True, False]] * 2
-    assert deepspeed_world(zeros_on, ["zero3"]) == [[(True, False)]] * 2
 
 
 @pytest.mark.low_precision
