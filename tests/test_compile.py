@@ -135,13 +135,6 @@ def test_compiled_blocks(name: str, compiled_code: Counter[tuple[str, str]]) -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_compiled_model(name: str, compiled_code: Counter[tuple[str, str]]) -> None:
-    """The same with the whole model compiled."""
-    compared(name, "model", False, "aot_eager", compiled_code)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("how", COMPILE)
 def test_compiled_before_and_after(how: str, first: bool, compiled_code: Counter[tuple[str, str]]) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-import pickle
 from itertools import permutations
 from typing import Any
 
@@ -12,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.modules.patch import Order, Patch, get_patches, remove_patch, set_patch
+from lt_tiled.modules.patch import Order, Patch, remove_patch, set_patch
 
 
 class Noted(Patch):
@@ -64,24 +61,6 @@ def test_any_patch_can_be_removed(removed: int) -> None:
     assert vars(module).keys() == vars(Plain()).keys()
 
 
-def test_a_copy_has_patches_of_its_own() -> None:
-    """A deep copy keeps its patches, on itself, when those of the original are removed."""
-    module, patches, _ = patched(ORDERS)
-    twin = copy.deepcopy(module)
-    for patch in patches:
-        remove_patch(module, patch)
-    assert twin(torch.ones(1)) == 2
-    assert [patch.order for patch in get_patches(twin, Patch)] == ORDERS
-    assert twin.forward.__self__ is twin  # type: ignore[attr-defined]
-
-
-def test_a_pickled_module_loads_as_a_plain_one() -> None:
-    """Its results are as they were, and nothing of the patches is there."""
-    loaded = pickle.loads(pickle.dumps(patched(ORDERS)[0]))
-    assert get_patches(loaded, Patch) == []
-    assert loaded(torch.ones(1), scale=3.0) == 3
-
-
 @pytest.mark.parametrize("calls_ours", [True, False])
 def test_patches_go_above_the_code_of_others(calls_ours: bool) -> None:
     """What is set after other code replaced the method runs above it, and that code is there after release."""
@@ -100,9 +79,3 @@ def test_patches_go_above_the_code_of_others(calls_ours: bool) -> None:
     remove_patch(module, later)
     assert module.forward is theirs
     assert module(torch.ones(1)) == result
-
-
-def test_the_signature_is_that_of_the_method() -> None:
-    """Libraries read the arguments of a model from its forward."""
-    module, _, _ = patched(ORDERS)
-    assert list(inspect.signature(module.forward).parameters) == ["x", "scale"]

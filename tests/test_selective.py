@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -199,13 +198,6 @@ def test_two_backward_passes() -> None:
         first = torch.autograd.grad(loss, [*model.blocks.parameters()], retain_graph=True)
         second = torch.autograd.grad(loss, [*model.blocks.parameters()])
     assert all(map(torch.equal, first, second))
-
-
-def test_a_copy_of_the_model() -> None:
-    """A deep copy keeps as much as the model does."""
-    model, batch = tiny_llama(), {"input_ids": IDS, "labels": IDS}
-    with prepare(model, activation_checkpointing=ActivationCheckpointing(policy=[MM, SDPA])):
-        assert flops(lambda: step_of(copy.deepcopy(model), batch)) == flops(lambda: step_of(model, batch))
 
 
 @pytest.mark.parametrize("policy", [[MM], lambda context, operator, *args, **kwargs: operator is PRODUCT])
