@@ -38,10 +38,6 @@ class TiledModule:
     kind: str
     tokens: int
     tiles: int
-    sizes: tuple[int, int] | None = None
-    """hidden_size and intermediate_size, if the module is an MLP whose projections show them."""
-    weight_bytes: int = 0
-    """The bytes of its weights on all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +88,7 @@ class Report:
             for patch in get_patches(module, TiledPatch):
                 if not patch.learned.untiled:
                     found, method = patch.found, "" if patch.method == "forward" else f".{patch.method}"
-                    where, sizes = (path + method).lstrip("."), None if found.guessed else found.widths
-                    row = TiledModule(where, found.kind, *patch.learned.largest, sizes, found.weight_bytes)
+                    row = TiledModule((path + method).lstrip("."), found.kind, *patch.learned.largest)
                     (norms if found.guessed else tiled).append(row)
             if (head := get_patch(module, HeadPatch)) is not None and not head.learned.untiled:
                 losses.append(TiledModule(path, head.name, *head.learned.largest))

@@ -24,7 +24,7 @@ from lt_tiled.tiling.layout import memory_order
 from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.self_check import check_position_wise
 from lt_tiled.tiling.state import EngineNeeds, Found, Learned, Owner, Tiled
-from lt_tiled.tiling.weights import Work, weight_bytes
+from lt_tiled.tiling.weights import Work
 
 _HOOKS = "_post_accumulate_grad_hooks"
 CallWithInputs = tuple[TiledCall, list[Tensor]]
@@ -50,7 +50,6 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
         tileable.parts,
         below=parts_below(module) if tileable.method == "forward" else (),
         widths=feed_forward_widths(*parts) if norm_of is None else (norm_of, norm_of),
-        weight_bytes=sum(weight_bytes(part) for part in parts),
         before=bool(tileable.before),
         after=bool(tileable.after) or (norm_of is not None and tileable.parent is not None),
         named=tileable.named,

@@ -31,7 +31,6 @@ class Found:
     """The paths of a mixture's experts, which are tiled where the mixture as a whole cannot be."""
     widths: tuple[int, int] | None = None
     """``hidden_size`` and ``intermediate_size``, which are equal for a norm."""
-    weight_bytes: int = 0
     before: bool = False
     """Whether a norm before it may run in its tiles."""
     after: bool = False

@@ -124,11 +124,6 @@ def trainable_weights(parts: Iterable[nn.Module]) -> list[Weight]:
     return list(found.values())
 
 
-def weight_bytes(module: nn.Module) -> int:
-    """Return the bytes of a module's weights, those of other ranks too where ZeRO-3 shards them."""
-    return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in module.parameters())
-
-
 class Substituted(TorchFunctionMode):
     """Lets torch's functions see other tensors in place of some, on this thread alone: see NOTE [Substitution].
 

@@ -19,7 +19,7 @@ from lt_tiled import Tiling, prepare, tile, untile
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.meters import flops, peak_bytes
-from tests.models import Block, H, TinyLM, tiny_llama
+from tests.models import Block, H, tiny_llama
 from tests.parity import gradients, randn, reference, step_of, worst
 
 pytestmark = pytest.mark.self_checks
@@ -151,14 +151,6 @@ def test_a_function_as_targets() -> None:
         assert paths(model) == ["1.mlp"]
     with pytest.raises(ValueError, match="chooses none of the"):
         prepare(model, tiling=Tiling(targets=lambda path, module: False))
-
-
-def test_the_report_tells_widths_and_weights() -> None:
-    """A row has the path, the class, the widths, and the bytes of the weights."""
-    model = TinyLM(hidden=H, wide=48)
-    with prepare(model, tiling=Tiling()) as prepared:
-        row = prepared.report().tiled[0]
-    assert (row.path, row.kind, row.sizes, row.weight_bytes) == ("blocks.0.mlp", "GatedMLP", (H, 48), 3 * H * 48 * 4)
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
