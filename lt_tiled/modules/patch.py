@@ -72,7 +72,7 @@ class Order(IntEnum):
     SEQUENCE = auto()
     """Ranks share the sequences of a model, or of its blocks."""
     POSITIONS = auto()
-    """Masks and rotary tables of shared sequences are those of all tokens; attention to another sequence is noted."""
+    """Masks and rotary tables of shared sequences are those of all tokens."""
     CACHE = auto()
     """A model notes whether its caller wants a key-value cache."""
     CHECKPOINT = auto()

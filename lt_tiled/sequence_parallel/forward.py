@@ -29,16 +29,7 @@ from lt_tiled.sequence_parallel.self_check import MOST_TOKENS, TOKENS, check_sha
 from lt_tiled.sequence_parallel.sharing import Sharing
 
 _OTHER_SEQUENCE = ("encoder_hidden_states", "cross_attention_states", "key_value_states")
-
-
-def refuse_cross_attention(owner: str, call: Call) -> None:
-    """Raise ``ValueError`` if a module is given the hidden states of another sequence, as those of an image."""
-    for name in _OTHER_SEQUENCE:
-        if call.arguments.get(name) is not None:
-            raise ValueError(
-                f"{owner} was given {name}, and sequence parallelism does not support cross-attention: use a"
-                " decoder-only model, or sequence_parallel=1."
-            )
+"""Arguments with the hidden states of another sequence, as those of an image."""
 
 
 class SharedPart(Patch):
@@ -58,8 +49,12 @@ class SharedPart(Patch):
             with entered(region):  # what recomputes the whole block may begin here
                 return self.inner(module, *args, **kwargs)
         call = Call(module, args, kwargs)
-        if self.sharing.size > 1:
-            refuse_cross_attention(self.name, call)
+        for name in _OTHER_SEQUENCE:
+            if call.arguments.get(name) is not None:
+                raise ValueError(
+                    f"{self.name} was given {name}, and sequence parallelism does not support cross-attention: use a"
+                    " decoder-only model, or sequence_parallel=1."
+                )
         return self.share(call)
 
     def share(self, call: Call) -> Any:

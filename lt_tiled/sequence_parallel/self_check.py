@@ -47,7 +47,7 @@ def check_shared(
     device: torch.device,
     regions: Sequence[Region],
     run: Callable[[Region], Tensor],
-    blocks: bool = True,
+    blocks: bool,
 ) -> None:
     """Compare a call of a module with its tokens on one rank and shared by the group, in evaluation mode.
 

@@ -97,7 +97,7 @@ class Reachable:
         self._weights: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         """The parameters of each module."""
         self._flagged: list[Tensor] = []
-        """Where a flag tells whether a gradient is wanted: all tensors, and weights that are still lazy."""
+        """Where a flag tells whether a gradient is wanted."""
         self._seen: set[Any] = set()
         self.lasts = True
         """Whether it holds no tensor that a step made, which must be freed with the step."""
