@@ -142,12 +142,6 @@ def test_bad_input(arguments: dict[str, Any], message: str) -> None:
         SequenceLengthFinder(**arguments)
 
 
-def test_no_such_attribute() -> None:
-    """Data whose length has another name is refused with the remedy."""
-    with pytest.raises(ValueError, match=r"LitTiny has an attribute 'seq_len'.*SequenceLengthFinder\(attribute=...\)"):
-        trainer("tiled", callbacks=[SequenceLengthFinder()], limit_val_batches=0).fit(LitTiny())
-
-
 PROGRAM = """
 import resource
 from lightning.pytorch.callbacks import LambdaCallback
@@ -226,19 +220,28 @@ def test_a_careful_module() -> None:
     assert int(module.count) == module.metric._update_count == 3
 
 
-def test_loaders_that_cannot_be_changed() -> None:
-    """Loaders that were given to ``fit`` are refused with the remedy."""
-    loader = DataLoader(torch.zeros(8, 24, dtype=torch.long), batch_size=2)
-    with pytest.raises(ValueError, match=r"loaders were given to fit.*attribute 'seq_len'"):
-        trainer("tiled", callbacks=[SequenceLengthFinder()], limit_val_batches=0).fit(Long(), train_dataloaders=loader)
+LOADER = DataLoader(torch.zeros(8, 24, dtype=torch.long), batch_size=2)
 
 
-def test_the_order_of_callbacks() -> None:
-    """A callback that tiles and comes after the finder, which would try the model without it, is refused; before it,
-    it counts.
+@pytest.mark.parametrize(
+    ("module", "callbacks", "loader", "message"),
+    [
+        (LitTiny, [], None, r"LitTiny has an attribute 'seq_len'.*SequenceLengthFinder\(attribute=...\)"),
+        (Long, [], LOADER, r"loaders were given to fit.*attribute 'seq_len'"),
+        (Long, [TiledMLP(2)], None, "TiledMLP comes after SequenceLengthFinder"),
+    ],
+    ids=["attribute", "loaders", "order"],
+)
+def test_what_cannot_be_searched(module: type[LitTiny], callbacks: list[Any], loader: Any, message: str) -> None:
+    """Data whose length has another name, loaders given to ``fit``, and a callback that tiles and comes after the
+    finder, which would try the model without it, are refused with the remedy.
     """
-    with pytest.raises(ValueError, match="TiledMLP comes after SequenceLengthFinder"):
-        trainer("auto", callbacks=[SequenceLengthFinder(), TiledMLP(2)], limit_val_batches=0).fit(Long())
+    with pytest.raises(ValueError, match=message):
+        trainer("auto", callbacks=[SequenceLengthFinder(), *callbacks], limit_val_batches=0).fit(module(), loader)
+
+
+def test_a_callback_before_the_finder() -> None:
+    """A callback that tiles and comes before the finder counts."""
     module = Long()
     trainer("auto", callbacks=[TiledMLP(2), SequenceLengthFinder(start=64, limit=64)], limit_val_batches=0).fit(module)
     assert module.forwards_replaced == {6}

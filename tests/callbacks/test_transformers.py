@@ -33,25 +33,29 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((found == labels)[labels != -100].mean())}
 
 
-def trainer_of(directory: Path, callbacks: list[Any], model: Any = None, **options: Any) -> Any:
-    """A Trainer of three steps of two micro-batches in float64; transformers computes the loss in float32."""
+def trainer_of(
+    directory: Path,
+    callbacks: list[Any],
+    kind: type[Trainer] = Trainer,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> Any:
+    """A Trainer of three steps of two micro-batches; transformers computes the loss in float32."""
     torch.manual_seed(0)
-    defaults = {"save_strategy": "no", "max_steps": 3, "gradient_accumulation_steps": 2}
+    defaults = {"save_strategy": "no", "max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
     arguments = TrainingArguments(
         str(directory),
         use_cpu=True,
         per_device_train_batch_size=1,
         per_device_eval_batch_size=2,
-        learning_rate=0.1,
         optim="sgd",
         report_to="none",
         logging_steps=1,
         disable_tqdm=True,
         **{**defaults, **options},
     )
-    model = tiny_llama().double() if model is None else model
     data = {"train_dataset": rows(6), "eval_dataset": rows(4)}
-    return Trainer(model, arguments, **data, compute_metrics=accuracy, callbacks=callbacks)
+    return kind(tiny_llama().to(dtype), arguments, **data, compute_metrics=accuracy, callbacks=callbacks)
 
 
 def same(tiled: Any, plain: Any) -> None:
@@ -134,20 +138,6 @@ def test_resumed_and_second_runs(tmp_path: Path) -> None:
     assert callback.report is not None
     assert callback.report.tiled[0].tiles == 3
     assert patches(tiled.model) == 0
-
-
-def test_adapters_of_peft(tmp_path: Path) -> None:
-    """LoRA trains to the adapters of the Trainer alone."""
-    from peft import LoraConfig, get_peft_model
-
-    def adapted() -> Any:
-        torch.manual_seed(1)
-        return get_peft_model(tiny_llama().double(), LoraConfig(target_modules=["q_proj", "down_proj"])).double()
-
-    tiled, plain = trainer_of(tmp_path, [TiledCallback(**POLICIES)], adapted()), trainer_of(tmp_path, [], adapted())
-    tiled.train()
-    plain.train()
-    same(tiled, plain)
 
 
 @pytest.mark.parametrize("late", ["add_callback", "model_init"])

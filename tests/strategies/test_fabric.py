@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lt_tiled
 from lt_tiled import ActivationCheckpointing
 from lt_tiled.callbacks import OffloadedCheckpointing, TiledMLP
-from lt_tiled.errors import NothingFoundError
 from lt_tiled.fabric import TiledDDPStrategy, TiledSingleDeviceStrategy
 from tests.architectures import ARCHITECTURES
 from tests.lit import replaced
@@ -50,21 +49,15 @@ def test_losses_are_the_stock_strategys(strategy: Any) -> None:
     assert replaced(net) == 0
 
 
-@pytest.mark.parametrize("name", ["OPT", "RWKV"])
-def test_a_model_without_an_mlp_to_tile(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """It trains with activation checkpointing and a warning while ``tiling`` is at its default; asked for explicitly,
-    tiling raises.
-    """
-    architecture = ARCHITECTURES[name]
+def test_a_model_without_an_mlp_to_tile(caplog: pytest.LogCaptureFixture) -> None:
+    """It trains with activation checkpointing and a warning while ``tiling`` is at its default."""
+    architecture = ARCHITECTURES["RWKV"]
     fabric = Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy())
     model = fabric.setup_module(architecture.build())
     fabric.backward(model(**architecture.feed(model)).loss)
     assert all(p.grad is not None for p in model.parameters())
     assert f"Tiling found no MLP in {architecture.model}" in caplog.text
     assert "It trains with activation checkpointing of its 2 blocks alone." in caplog.text
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy(tiling=True))
-    with pytest.raises(NothingFoundError, match=architecture.model):
-        fabric.setup_module(architecture.build())
 
 
 def test_registered_names() -> None:
@@ -100,17 +93,6 @@ def test_the_device_follows_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> 
     assert Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy()).device == torch.device("meta")
 
 
-def test_callback() -> None:
-    """``Fabric(callbacks=[TiledMLP()])`` tiles what ``fabric.setup`` is given, and ``release`` undoes it."""
-    plain, _, _ = train("auto")
-    callback = TiledMLP(4)
-    losses, net, _ = train("auto", callbacks=[callback])
-    assert losses == near(plain)
-    assert [row.tiles for row in callback.prepared[0].report().tiled] == [4, 4]
-    callback.release()
-    assert replaced(net) == 0
-
-
 def test_offload(tmp_path: Path) -> None:
     """Offloading through Fabric, by the strategy and by the callback, leaves losses bit for bit those of
     checkpointing.
@@ -128,16 +110,3 @@ def test_offload(tmp_path: Path) -> None:
     fabric.strategy.release()
     callback.release()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_compiled_model() -> None:
-    """A compiled model that goes through ``fabric.setup`` is tiled inside and trains as without."""
-    plain, _, _ = train("auto")
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy(tiling=4))
-    torch.manual_seed(0)
-    net = TinyLM()
-    model = fabric.setup(torch.compile(net, backend="eager"))
-    ids = torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(0))
-    assert float(lm_loss(model(ids), ids).detach()) == near(plain[0])
-    assert replaced(net) == 6

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 import lt_tiled
 from tests.lit import Ids, Tiny, replaced, trainer
-from tests.parity import near
 
 pytorch_lightning = pytest.importorskip("pytorch_lightning")
 
@@ -59,16 +58,6 @@ def test_the_same_strategies() -> None:
         assert registry[name]["strategy"].__module__ == "lt_tiled.pytorch_lightning"
         assert registry[name]["strategy"].__name__ == known[name]["strategy"].__name__
         assert registry[name]["init_params"] == known[name]["init_params"]
-
-
-def test_names_train() -> None:
-    """``strategy="tiled"`` trains with the losses of the stock strategy."""
-    plain, model = LitTiny(), LitTiny()
-    trainer("auto", pytorch_lightning.Trainer).fit(plain)
-    trainer("tiled", pytorch_lightning.Trainer).fit(model)
-    assert model.losses == near(plain.losses)
-    assert model.forwards_replaced == {6}
-    assert replaced(model) == 0
 
 
 def test_callbacks(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from datetime import timedelta
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
-from lightning.pytorch.utilities.model_summary import summarize
 from torch import nn
 
 import lt_tiled
@@ -79,14 +76,16 @@ def test_registered_names() -> None:
 
 
 def test_short_forms() -> None:
-    """A bare number is a shard count, ``True`` the default policy; ``None`` and ``False`` turn a feature off; both are
-    on by default.
+    """A bare number is a shard count, ``True`` the default policy, the name of a place where it offloads; ``None`` and
+    ``False`` turn a feature off; both are on by default.
     """
     assert TiledDDPStrategy(tiling=8).tiling == Tiling(8)
     assert TiledDDPStrategy(tiling=None).tiling is TiledDDPStrategy(tiling=False).tiling is None
     assert TiledDDPStrategy(tiling=True).tiling == Tiling()
     assert TiledDDPStrategy(activation_checkpointing=True).activation_checkpointing == ActivationCheckpointing()
     assert TiledDDPStrategy(activation_checkpointing=False).activation_checkpointing is None
+    offloaded = TiledDDPStrategy(activation_checkpointing="cpu+disk").activation_checkpointing
+    assert offloaded == ActivationCheckpointing(offload="cpu+disk")
     assert (TiledDDPStrategy().tiling, TiledDDPStrategy().activation_checkpointing) == (
         Tiling(),
         ActivationCheckpointing(),
@@ -179,11 +178,25 @@ def test_several_devices_are_refused() -> None:
         trainer(tiled(), devices=2)
 
 
-def test_unknown_target_stops_before_the_first_step() -> None:
-    """A target that is not in the model stops the run before its first step, and leaves the model as it was."""
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        (
+            {"tiling": Tiling(targets="LlamaMLP")},
+            r"Tiling target 'LlamaMLP' matches no module of the TinyLM of LitTiny",
+        ),
+        (
+            {"activation_checkpointing": ActivationCheckpointing(offload="disk", directory="/not/there")},
+            r"No such file or directory.*/not/there",
+        ),
+    ],
+    ids=["target", "directory"],
+)
+def test_what_stops_before_the_first_step(policies: dict[str, Any], message: str) -> None:
+    """A target or a directory that is not there stops the run before its first step, and leaves the model as it was."""
     model = LitTiny()
-    with pytest.raises(ValueError, match=r"Tiling target 'LlamaMLP' matches no module of the TinyLM of LitTiny"):
-        trainer(tiled(tiling=Tiling(targets="LlamaMLP"))).fit(model)
+    with pytest.raises((ValueError, lt_tiled.OffloadError), match=message):
+        trainer(tiled(**policies)).fit(model)
     assert model.losses == []
     assert replaced(model) == 0
 
@@ -209,79 +222,6 @@ def test_fit_then_validate_then_predict() -> None:
     assert replaced(model) == 0
     expected = trainer("auto").predict(model)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(predictions, expected, strict=True))
-
-
-def test_checkpoints_load_either_way(tmp_path: Path) -> None:
-    """A checkpoint written with tiling has the plain keys, loads into the untouched model and resumes there, and the
-    other way round.
-    """
-
-    def save(strategy: Any, name: str, **kwargs: Any) -> tuple[LitTiny, Path]:
-        model, folder = LitTiny(), tmp_path / name
-        run = trainer(
-            strategy, enable_checkpointing=True, callbacks=[ModelCheckpoint(folder, save_last=True)], **kwargs
-        )
-        run.fit(model)
-        return model, folder / "last.ckpt"
-
-    with_tiles, tiled_file = save(tiled(), "tiled")
-    without, plain_file = save("auto", "plain")
-    saved = torch.load(tiled_file, weights_only=True)["state_dict"]
-    assert saved.keys() == torch.load(plain_file, weights_only=True)["state_dict"].keys()
-    untouched = TinyLM()
-    untouched.load_state_dict({k.removeprefix("net."): v for k, v in saved.items()}, strict=True)
-    assert all(torch.equal(a, b) for a, b in zip(untouched.parameters(), with_tiles.parameters(), strict=True))
-    resumed = []
-    for strategy, file in (("auto", plain_file), ("auto", tiled_file), (tiled(), plain_file)):
-        model = LitTiny()
-        trainer(strategy, max_steps=6, max_epochs=3).fit(model, ckpt_path=file)
-        resumed.append(model.losses)
-    assert resumed[0]
-    assert resumed[1:] == [near(resumed[0])] * 2
-    assert with_tiles.losses == near(without.losses)
-
-
-def test_model_summary() -> None:
-    """The summary of a tiled model lists the same rows, sizes, parameters and FLOPs as the plain one's."""
-    texts = []
-    for strategy in ("auto", tiled(tiling=Tiling(4, self_check=False))):
-        model = LitTiny()
-        model.configure_model()
-        model.example_input_array = torch.zeros(1, 24, dtype=torch.long)
-        model.forward = lambda ids, model=model: model.net(ids)
-
-        class Keep(pl.Callback):
-            def on_fit_start(self, run: pl.Trainer, module: pl.LightningModule) -> None:
-                texts.append(str(summarize(module, max_depth=3)))
-
-        trainer(strategy, callbacks=[Keep()]).fit(model)
-    assert "net.blocks.0" in texts[0]
-    assert texts[0] == texts[1]
-
-
-def test_weight_averaging() -> None:
-    """Lightning's EMA callback, which copies the model before it is marked, trains and swaps as without tiling."""
-    models = []
-    for strategy in ("auto", tiled()):
-        model = LitTiny()
-        model.configure_model()
-        trainer(strategy, callbacks=[EMAWeightAveraging(decay=0.5)]).fit(model)
-        models.append(copy.deepcopy(model))
-    assert all(
-        torch.allclose(a, b, atol=1e-5) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True)
-    )
-
-
-@pytest.mark.full
-def test_compiled_lightning_module() -> None:
-    """``torch.compile(model)`` trains under the strategy with the plain losses."""
-    losses = []
-    for strategy in ("auto", tiled()):
-        model = LitTiny()
-        model.configure_model()
-        trainer(strategy, limit_val_batches=0).fit(torch.compile(model, backend="eager"))
-        losses.append(model.losses)
-    assert losses[1] == near(losses[0])
 
 
 def test_offload_through_a_strategy(tmp_path: Path) -> None:
@@ -312,34 +252,6 @@ def test_figures_of_micro_batches_are_logged_together(tmp_path: Path) -> None:
     trainer(tiled(activation_checkpointing=policy), logger=logger, **options).fit(LitTiny())
     rows = [(float(row["step"]), float(row["lt_tiled/offload_disk_bytes"])) for row in logged(logger.log_dir)]
     assert rows == [(0, 2 * 3072.0), (1, 2 * 3072.0)]
-
-
-@pytest.mark.parametrize("short", ["cpu", "disk", "cpu+disk"])
-def test_offload_by_its_short_form(short: Any) -> None:
-    """``activation_checkpointing="disk"`` offloads by the default policy."""
-    assert TiledSingleDeviceStrategy(
-        activation_checkpointing=short
-    ).activation_checkpointing == ActivationCheckpointing(offload=short)
-    model = LitTiny()
-    trainer(tiled(activation_checkpointing=short)).fit(model)
-    assert len(model.losses) == 3
-
-
-def test_a_missing_directory_stops_before_the_first_step() -> None:
-    """A directory that is not there stops the run before its first step, and leaves the model as it was."""
-    model = LitTiny()
-    with pytest.raises(lt_tiled.OffloadError, match=r"No such file or directory.*/not/there"):
-        trainer(tiled(activation_checkpointing=ActivationCheckpointing(offload="disk", directory="/not/there"))).fit(
-            model
-        )
-    assert model.losses == []
-    assert replaced(model) == 0
-
-
-def test_the_package_exports_the_public_names() -> None:
-    """The names of the README are there."""
-    assert all(hasattr(lt_tiled, name) for name in lt_tiled.__all__)
-    assert lt_tiled.fabric.TiledDDPStrategy is not TiledDDPStrategy
 
 
 @pytest.mark.parametrize(
