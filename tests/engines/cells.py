@@ -5,6 +5,7 @@ world.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, Tiling
 from tests.lit import LitTiny, replaced, trainer
-from tests.models import TinyLM, lm_loss, loss_of
+from tests.models import Block, TinyLM, lm_loss, loss_of
 
 SHARDED = ("fsdp", "fsdp_flat", "fsdp2", "zero1", "zero2", "zero3")
 ENGINES = ("ddp", *SHARDED)
@@ -51,6 +55,11 @@ def policies(mode: str, directory: str, shards: int = 4) -> dict[str, Any]:
     }
 
 
+LIMITS = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance", "max_live_parameters")
+NO_LIMITS = {f"stage3_{limit}": 0 for limit in LIMITS}
+"""Else ZeRO-3 gathers weights as small as these together, once, and keeps them."""
+
+
 def strategy(home: Any, engine: str, **kwargs: Any) -> Any:
     """A strategy of ``lt_tiled`` (for Trainer) or ``lt_tiled.fabric``."""
     if engine == "ddp":
@@ -62,9 +71,7 @@ def strategy(home: Any, engine: str, **kwargs: Any) -> Any:
     if engine == "fsdp2":
         return home.TiledModelParallelStrategy(**kwargs)
     zero = home.TiledDeepSpeedStrategy(stage=int(engine[-1]), **kwargs)
-    # Else weights as small as these are gathered together, once, and kept.
-    limits = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance", "max_live_parameters")
-    zero.config["zero_optimization"].update({f"stage3_{limit}": 0 for limit in limits})
+    zero.config["zero_optimization"].update(NO_LIMITS)
     if home.__name__.endswith("fabric"):
         zero.config["gradient_clipping"] = 0.0  # DeepSpeed's own default is 1.0; Trainer sets it from gradient_clip_val
     return zero
@@ -173,6 +180,67 @@ def set_up(
         return fabric.setup(net, optimizer(net.parameters()))
     model = fabric.setup_module(net)
     return model, fabric.setup_optimizers(optimizer(model.parameters()))
+
+
+def zero(engine: str) -> dict[str, Any]:
+    """DeepSpeed's config of a stage."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": int(engine[-1])} | NO_LIMITS,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.0,
+    }
+
+
+def wrapped(engine: str, net: nn.Module, block: type[nn.Module] = Block) -> tuple[Any, Any, Any]:
+    """A model in an engine without Lightning, its backward pass and its step."""
+    if engine.startswith("zero"):
+        import deepspeed
+        from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        if get_accelerator().device_name() != "cpu":
+            set_accelerator(CPU_Accelerator())
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which compiles for minutes
+        model, *_ = deepspeed.initialize(model=net, optimizer=sgd(net.parameters()), config=zero(engine))
+        return model, model.backward, model.step
+    model: Any = net
+    if engine == "ddp":
+        model = DistributedDataParallel(net)
+    elif engine in ("fsdp", "fsdp_flat"):
+        arguments = {"device_id": torch.device("cpu"), "use_orig_params": engine == "fsdp"}
+        model = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({block}), **arguments)
+    else:
+        for module in [m for m in net.modules() if isinstance(m, block)]:
+            fully_shard(module)
+        fully_shard(net)
+    optimizer = sgd(model.parameters())
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, Tensor.backward, step
+
+
+def whole_weights(wrapped: Any, net: nn.Module) -> dict[str, Tensor]:
+    """Return the weights in float64 on all ranks, whatever shards them."""
+    if isinstance(wrapped, FullyShardedDataParallel):
+        gathered: Any = FullyShardedDataParallel.summon_full_params(wrapped, writeback=False)
+    elif sharded := [p for p in net.parameters() if hasattr(p, "ds_id")]:
+        import deepspeed
+
+        gathered = deepspeed.zero.GatheredParameters(sharded)
+    else:
+        gathered = nullcontext()
+    with gathered:
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): getattr(weight, "full_tensor", lambda w=weight: w)()
+            .detach()
+            .to(torch.float64, copy=True)
+            for name, weight in net.named_parameters()
+        }
 
 
 def train(fabric: Fabric, model: Any, optimizer: Any, batches: Iterable[Tensor]) -> list[float]:

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 import lt_tiled
 from lt_tiled.callbacks import TiledMLP
-from tests.engines.cells import ENGINES, error_of, strategy
+from tests.engines.cells import error_of, strategy
 from tests.engines.conftest import OnRanks
 from tests.lit import LitTiny, replaced, trainer
 from tests.parity import near
@@ -31,22 +31,6 @@ def test_callback_under_zero3(deepspeed_world: World) -> None:
         assert left == 0
 
 
-def with_callback(engine: str, tiled: bool) -> list[float]:
-    module = LitTiny()
-    chosen = strategy(lt_tiled, engine, tiling=None, activation_checkpointing=None)
-    trainer(chosen, devices=dist.get_world_size(), callbacks=[TiledMLP(4)] if tiled else []).fit(module)
-    assert module.forwards_replaced == ({6} if tiled else {0})
-    return module.losses
-
-
-@pytest.mark.table("ddp|fsdp2|zero2")
-@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "zero3"])
-def test_callback(engine: str, on_ranks: OnRanks) -> None:
-    """``TiledMLP`` tiles behind any other engine, after that has wrapped the model."""
-    plain = on_ranks(with_callback, engine, False)
-    assert on_ranks(with_callback, engine, True) == [near(losses) for losses in plain]
-
-
 class Sharded(LitTiny):
     """Shards itself in ``configure_model``, as Lightning's own strategy wants it."""
 
@@ -57,14 +41,19 @@ class Sharded(LitTiny):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-def stock_fsdp2(tiled: bool) -> list[float]:
-    module = Sharded()
-    chosen = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    trainer(chosen, devices=2, callbacks=[TiledMLP(4)] if tiled else []).fit(module)
+def with_callback(engine: str, tiled: bool) -> list[float]:
+    if engine == "stock fsdp2":
+        module, chosen = Sharded(), ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    else:
+        module, chosen = LitTiny(), strategy(lt_tiled, engine, tiling=None, activation_checkpointing=None)
+    trainer(chosen, devices=dist.get_world_size(), callbacks=[TiledMLP(4)] if tiled else []).fit(module)
     assert module.forwards_replaced == ({6} if tiled else {0})
     return module.losses
 
 
-def test_callback_with_lightnings_own_fsdp2(world: World) -> None:
-    """``TiledMLP`` beside Lightning's own ``ModelParallelStrategy`` has its losses."""
-    assert world(stock_fsdp2, True) == [near(losses) for losses in world(stock_fsdp2, False)]
+@pytest.mark.table("ddp|stock fsdp2|zero2")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "fsdp2", "stock fsdp2", "zero1", "zero2"])
+def test_callback(engine: str, on_ranks: OnRanks) -> None:
+    """``TiledMLP`` tiles behind any other engine, Lightning's own FSDP2 too, after that has wrapped the model."""
+    plain = on_ranks(with_callback, engine, False)
+    assert on_ranks(with_callback, engine, True) == [near(losses) for losses in plain]

@@ -1,6 +1,4 @@
-"""Checkpoints of every engine: resumed in the middle of an epoch, loaded by another engine, and loaded into the plain
-model.
-"""
+"""Checkpoints of every engine: resumed in the middle of an epoch, and loaded into the plain model."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ import lt_tiled
 from lt_tiled import ActivationCheckpointing
 from tests.engines.cells import draw, launch, policies, set_up, strategy, train
 from tests.engines.conftest import OnRanks
-from tests.forks import Forked
 from tests.lit import Ids, LitTiny, trainer
 from tests.models import TinyLM, lm_loss
 from tests.parity import near
@@ -125,10 +122,12 @@ def validate_plain(state: dict[str, Tensor]) -> list[list[float]]:
         ]
 
 
-@pytest.mark.table("fsdp2 sharded|fsdp full|zero3")
+@pytest.mark.table("ddp|fsdp2 sharded|(fsdp|fsdp_flat|fsdp2) full|zero3")
 @pytest.mark.parametrize("case", FORMATS)
 def test_load_into_the_plain_model(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
-    """A checkpoint has the plain model's keys and loads into it strictly, with the losses that the engine validated."""
+    """A checkpoint, a sharded one after Lightning's or DeepSpeed's tool made it whole, has the plain model's keys and
+    loads into it strictly, with the losses that the engine validated.
+    """
     (spill := tmp_path / "spill").mkdir()
     path = tmp_path / "trained.ckpt"
     validated = on_ranks(train_and_save, case, str(path), str(spill))
@@ -137,36 +136,6 @@ def test_load_into_the_plain_model(case: str, on_ranks: OnRanks, tmp_path: Path)
     plain.configure_model()
     assert set(state) == set(plain.state_dict())
     assert validate_plain(state) == [near(losses, optimizer=adamw) for losses in validated]
-
-
-def validate_from(case: str, path: str, directory: str) -> list[float]:
-    model = LitTiny()
-    extra = {"load_full_weights": True} if case == "zero3" else {}
-    chosen = strategy(lt_tiled, case.split()[0], **policies("disk", directory), **FORMATS[case], **extra)
-    trainer(chosen, devices=dist.get_world_size(), limit_val_batches=1).validate(
-        model, ckpt_path=path, verbose=False, weights_only=False
-    )
-    return model.val_losses
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for the checkpoints that several tests load."""
-    return tmp_path_factory.mktemp("saved")
-
-
-@pytest.mark.table("ddp-fsdp2 full|zero3-ddp|fsdp2 full-fsdp full|fsdp_flat full-ddp")
-@pytest.mark.parametrize("saved_by", ["ddp", "fsdp full", "fsdp_flat full", "fsdp2 full"])
-@pytest.mark.parametrize("loaded_by", ["ddp", "fsdp full", "fsdp_flat full", "fsdp2 full", "zero3"])
-def test_load_with_another_engine(
-    saved_by: str, loaded_by: str, on_ranks: OnRanks, saved: Path, tmp_path: Path
-) -> None:
-    """A full checkpoint of one engine validates on another as on its own."""
-    path = str(saved / f"{saved_by}.ckpt")
-    validated = on_ranks.once(train_and_save, saved_by, path, str(saved))
-    assert on_ranks(validate_from, loaded_by, path, str(tmp_path)) == [
-        near(losses, optimizer=adamw) for losses in validated
-    ]
 
 
 def fabric_steps(
@@ -201,20 +170,6 @@ def test_fabric_resumes(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     (spill := tmp_path / "spill").mkdir()
     for whole, parts in on_ranks(fabric_interrupt, case, str(tmp_path / "run.ckpt"), str(spill)):
         assert parts == near(whole, optimizer=adamw)
-
-
-@pytest.mark.parametrize(("case", "tool"), [("fsdp sharded", "pytorch"), ("fsdp2 sharded", "fabric")])
-def test_consolidated_checkpoint(case: str, tool: str, on_ranks: OnRanks, tmp_path: Path) -> None:
-    """A sharded checkpoint that Lightning's tool made whole validates on another engine as on its own."""
-    path, whole = tmp_path / "trained.ckpt", tmp_path / "whole.ckpt"
-    validated = on_ranks(train_and_save, case, str(path), str(tmp_path))
-    command = ("python", "-m", f"lightning.{tool}.utilities.consolidate_checkpoint")
-    printed = tmp_path / "printed.txt"
-    code = Forked(*command, str(path), "--output_file", str(whole), printed=printed, cwd=tmp_path).finish()
-    assert code == 0, printed.read_text()
-    assert on_ranks(validate_from, "ddp", str(whole), str(tmp_path)) == [
-        near(losses, optimizer=adamw) for losses in validated
-    ]
 
 
 class SlowToWrite(TorchCheckpointIO):

@@ -13,29 +13,29 @@ from torch import Tensor
 
 import lt_tiled
 from lt_tiled import Tiling, prepare
-from tests.engines.cells import draw
+from tests.engines.cells import draw, wrapped
 from tests.engines.conftest import OnRanks
-from tests.engines.test_plain_loops import wrapped
 from tests.lit import LitTiny, trainer
-from tests.models import TinyLM, lm_loss, tiny_llama
+from tests.models import TinyLM, lm_loss
 from tests.parity import near
 
 PATIENCE = 240.0
 """Seconds, because compiling takes longer than the steps."""
 
 
-def losses(engine: str, compiled: bool) -> list[float]:
-    """The losses of five steps on several lengths, the first of which blocks run uncompiled on several ranks."""
+def losses(engine: str, whole: bool, compiled: bool) -> list[float]:
+    """The losses of five steps on lengths that differ between steps and ranks, with compiled blocks or as a whole."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     net = TinyLM()
     prepare(net, tiling=Tiling(4), activation_checkpointing=True)
-    for block in net.blocks if compiled else ():
-        block.compile(backend="aot_eager")
+    if compiled:
+        for part in [net] if whole else net.blocks:
+            part.compile(backend="aot_eager")
     model, backward, step = wrapped(engine, net)
     found = []
-    for length in (24, 20, 16, 24, 28):
-        ids = draw((2, length), dist.get_rank())
+    for lengths in ((24, 20), (20, 28), (16, 24), (24, 24), (28, 20)):
+        ids = draw((2, lengths[dist.get_rank()]), dist.get_rank())
         loss = lm_loss(model(ids), ids)
         backward(loss)
         step()
@@ -44,41 +44,13 @@ def losses(engine: str, compiled: bool) -> list[float]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
-def test_losses(engine: str, on_ranks: OnRanks) -> None:
-    """Compiled blocks have the losses of uncompiled ones under an engine of each kind."""
-    plain = on_ranks(losses, engine, False)
-    assert on_ranks(losses, engine, True, timeout=PATIENCE) == [near(each) for each in plain]
-
-
-def losses_of_model(engine: str, compiled: bool) -> list[float]:
-    """The losses of two steps, on lengths that differ between steps and ranks, of a whole Llama."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    net = tiny_llama()
-    net.blocks = net.model.layers
-    prepare(net, tiling=Tiling(4), activation_checkpointing=True, loss=True)
-    if compiled:
-        net.compile(backend="eager")
-    model, backward, step = wrapped(engine, net)
-    found = []
-    for lengths in ((24, 20), (20, 28)):
-        ids = draw((2, lengths[dist.get_rank()]), dist.get_rank())
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        backward(loss)
-        step()
-        found.append(float(loss.detach()))
-    return found
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("engine", ["ddp"])
-def test_losses_of_models(engine: str, on_ranks: OnRanks) -> None:
-    """A compiled model has the losses of an uncompiled one where ranks have other lengths in each step: the one that
-    compiles nothing waits for the other.
+@pytest.mark.parametrize(("engine", "whole"), [("ddp", False), ("fsdp2", False), ("zero3", False), ("ddp", True)])
+def test_losses(engine: str, whole: bool, on_ranks: OnRanks) -> None:
+    """Compiled blocks, or a compiled model, have the losses of uncompiled ones, also where ranks have other lengths in
+    each step: the rank that compiles nothing waits for the other.
     """
-    plain = on_ranks(losses_of_model, engine, False)
-    assert on_ranks(losses_of_model, engine, True, timeout=PATIENCE) == [near(each) for each in plain]
+    plain = on_ranks(losses, engine, whole, False)
+    assert on_ranks(losses, engine, whole, True, timeout=PATIENCE) == [near(each) for each in plain]
 
 
 POLICIES: dict[str, Any] = {"tiling": Tiling(4), "activation_checkpointing": True}

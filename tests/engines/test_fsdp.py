@@ -12,7 +12,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, wrap
 
 import lt_tiled
 from tests.engines.cells import error_of, strategy
-from tests.engines.conftest import OnRanks
 from tests.lit import LitTiny, replaced, trainer
 from tests.models import Block, GatedMLP
 from tests.parity import near
@@ -36,13 +35,10 @@ def fit_validate_fit(engine: str) -> tuple[list[float], list[float], int]:
     return module.losses, module.val_losses, replaced(module)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "fsdp2"])
-def test_fit_then_validate_then_fit(engine: str, on_ranks: OnRanks) -> None:
+def test_fit_then_validate_then_fit(world: World) -> None:
     """One model goes through ``fit``, ``validate`` and ``fit`` as under DDP, though FSDP has wrapped it by then."""
-    plain = on_ranks.once(fit_validate_fit, "ddp")
-    for (losses, val_losses, _), (sharded, sharded_val, left) in zip(
-        plain, on_ranks(fit_validate_fit, engine), strict=True
-    ):
+    plain, found = world(fit_validate_fit, "ddp"), world(fit_validate_fit, "fsdp")
+    for (losses, val_losses, _), (sharded, sharded_val, left) in zip(plain, found, strict=True):
         assert sharded == near(losses)
         assert sharded_val == near(val_losses)
         assert left == 0

@@ -1,28 +1,37 @@
-"""Each launcher with each engine: the table on docs/start/hugging_face.md."""
+"""Started as users start it, by each launcher with each engine: the table on docs/start/hugging_face.md."""
 
 from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.engines.cells import zero
 from tests.engines.conftest import OnRanks
-from tests.engines.launched import untiled, zero
-from tests.engines.test_launch import TORCHRUN, free_port, run
+from tests.engines.launched import untiled
+from tests.forks import Forked
 from tests.parity import near
 from tests.processes import ROOT
 
 pytestmark = pytest.mark.slow
 
 PROGRAM = str(Path(__file__).with_name("launched.py"))
+TORCHRUN = ("python", "-m", "torch.distributed.run")
 ENGINES = ("ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")
 LAUNCHERS = {"torchrun": "plain", "lightning": "lightning", "accelerate": "accelerate", "deepspeed": "plain"}
 """The loop of each launcher."""
 CELLS = [(a, b) for a in LAUNCHERS for b in ENGINES if a != "accelerate" or not b.startswith("fsdp")]
 """All but FSDP with Accelerate, which applies it on GPUs only and trains with DDP on the CPU."""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def command_of(launcher: str, engine: str, directory: Path) -> tuple[str, ...]:
@@ -42,22 +51,28 @@ def command_of(launcher: str, engine: str, directory: Path) -> tuple[str, ...]:
     return ("python",)
 
 
-@pytest.mark.table("torchrun-zero3|lightning-fsdp|accelerate-zero3|deepspeed-zero2")
-@pytest.mark.parametrize(("launcher", "engine"), CELLS)
+@pytest.mark.table("torchrun-zero3|lightning-fsdp|accelerate-zero3|deepspeed-zero2|two nodes-fsdp2")
+@pytest.mark.parametrize(("launcher", "engine"), [*CELLS, ("two nodes", "fsdp2")])
 def test_launchers_and_engines(launcher: str, engine: str, tmp_path: Path, on_ranks: OnRanks) -> None:
-    """Two ranks that the launcher starts train a Llama with the engine to the losses and weights of an untiled run
-    under DDP.
+    """Two ranks that the launcher starts, on one node or by torchrun on two, train a Llama with the engine to the
+    losses and weights of an untiled run under DDP, and exit. With Lightning, ranks divide the disk of a node.
     """
-    file = tmp_path / "found.pt"
-    command = (*command_of(launcher, engine, tmp_path), PROGRAM, str(file), LAUNCHERS[launcher], engine)
-    codes, printed = run(tmp_path, command)
-    assert codes == [0], printed
+    file, printed = tmp_path / "found.pt", tmp_path / "printed.txt"
+    if launcher == "two nodes":
+        meet = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+        program = (PROGRAM, str(file), "lightning", engine, "--nodes=2")
+        commands = [(*TORCHRUN, *meet, f"--node-rank={node}", *program) for node in range(2)]
+    else:
+        program = (PROGRAM, str(file), LAUNCHERS[launcher], engine)
+        commands = [(*command_of(launcher, engine, tmp_path), *program)]
+    runs = [Forked(*command, printed=printed, cwd=tmp_path) for command in commands]
+    codes = [run.finish(with_children=True) for run in runs]
+    assert set(codes) == {0}, printed.read_text()
     found, losses, weights = torch.load(file)
     plain = on_ranks.once(untiled, "ddp")
     assert found == engine
     assert losses == [near(each) for each, _ in plain]
-    for weight, true in zip(weights, plain[0][1], strict=True):
-        torch.testing.assert_close(weight, true, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(weights, plain[0][1], rtol=1e-4, atol=1e-6)
 
 
 def test_the_table_is_what_is_tested() -> None:

@@ -52,6 +52,22 @@ class TakesTuple(Block):
         return super().forward(inputs[0])
 
 
+class ByKeyword(Block):
+    """Calls its MLP with a keyword, after a tensor that wants no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MaskedMLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(mask=(x > 0).float(), hidden=self.norm2(x))
+
+
+class MaskedMLP(GatedMLP):
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(hidden) * mask
+
+
 class HasUnused(Block):
     """Has a weight that it does not use."""
 
@@ -165,21 +181,16 @@ def gathered() -> list[int]:
     return GATHERED
 
 
-@pytest.mark.table("Block-True|Crosses-False|HasUnused-False|TakesTuple-True|ReturnsDict-False")
+@pytest.mark.table("Block-True|(Crosses|HasUnused|ReturnsDict|ReturnsWeight|ByKeyword)-False|TakesTuple-True")
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("kind", [Block, Crosses, Shares, HasUnused, TakesTuple, ReturnsDict])
+@pytest.mark.parametrize("kind", [Block, Crosses, Shares, HasUnused, TakesTuple, ReturnsDict, ReturnsWeight, ByKeyword])
 def test_what_blocks_take_use_and_return(kind: type[Block], frozen: bool, on_ranks: OnRanks) -> None:
     """Blocks train as under DDP wherever their hidden states are in what they take and return, whatever is beside
-    them, with weights that they do not use, and also if the hidden states need no gradient.
+    them, such as one of their weights, with weights that they do not use, and also if the hidden states need no
+    gradient.
     """
     plain = on_ranks(losses, "ddp", OfBlocks, kind, frozen)
     assert on_ranks(losses, "zero3", OfBlocks, kind, frozen) == [near(each) for each in plain]
-
-
-def test_a_weight_among_the_outputs(on_ranks: OnRanks) -> None:
-    """A block that returns one of its weights too trains for several steps."""
-    plain = on_ranks(losses, "ddp", OfBlocks, ReturnsWeight)
-    assert on_ranks(losses, "zero3", OfBlocks, ReturnsWeight) == [near(each) for each in plain]
 
 
 def test_hidden_states_by_keyword(deepspeed_world: World) -> None:
@@ -191,13 +202,10 @@ def refused(model: type[OfBlocks], kind: type[Block]) -> tuple[str, str]:
     return error_of(lambda: losses("zero3", model, kind))
 
 
-CANNOT = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("model", "kind", "path"),
     [(OfBlocks, TakesIds, "blocks.0 (TakesIds)"), (UsesNormBefore, Block, "blocks.1 (Block)")],
 )
-
-
-@CANNOT
 def test_what_a_leaf_cannot_be(model: type[OfBlocks], kind: type[Block], path: str, deepspeed_world: World) -> None:
     """Blocks whose gradients ZeRO-3 would lose are refused by name in the first step."""
     for error, message in deepspeed_world(refused, model, kind):
@@ -205,15 +213,13 @@ def test_what_a_leaf_cannot_be(model: type[OfBlocks], kind: type[Block], path: s
         assert message.startswith(f"{path} has gradients that ZeRO-3 would lose")
 
 
-@CANNOT
-def test_own_leaves(model: type[OfBlocks], kind: type[Block], path: str, on_ranks: OnRanks) -> None:
-    """Such blocks train as under DDP where the model makes its MLPs leaf modules, as the error says."""
-    plain = on_ranks(losses, "ddp", model, kind)
-    assert on_ranks(losses, "zero3", model, kind, False, True) == [near(each) for each in plain]
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_blocks_that_run_twice_under_zero3(own: bool, on_ranks: OnRanks) -> None:
-    """Blocks that run twice train in tiles as under DDP, also if the model makes its MLPs leaf modules."""
-    plain = on_ranks.once(losses, "ddp", RunsTwice, Block)
-    assert on_ranks(losses, "zero3", RunsTwice, Block, False, own) == [near(each) for each in plain]
+@pytest.mark.parametrize(
+    ("model", "kind", "own"),
+    [(OfBlocks, TakesIds, True), (UsesNormBefore, Block, True), (RunsTwice, Block, True), (RunsTwice, Block, False)],
+)
+def test_own_leaves(model: type[OfBlocks], kind: type[Block], own: bool, on_ranks: OnRanks) -> None:
+    """Such blocks train as under DDP where the model makes its MLPs leaf modules, as the error says; blocks that run
+    twice also do so without.
+    """
+    plain = on_ranks.once(losses, "ddp", model, kind)
+    assert on_ranks(losses, "zero3", model, kind, False, own) == [near(each) for each in plain]

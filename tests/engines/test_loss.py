@@ -17,6 +17,9 @@ from tests.models import TinyLM, lm_loss
 from tests.parity import near
 from tests.world import World
 
+TIED = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+"""Engines under which blocks and embeddings may share weights."""
+
 
 def losses(engine: str, tiled: bool, tied: bool) -> list[float]:
     """Three steps, on each rank with labels of which another part is ignored."""
@@ -37,20 +40,16 @@ def losses(engine: str, tiled: bool, tied: bool) -> list[float]:
     return found
 
 
-@pytest.mark.table("ddp|fsdp2|fsdp_flat|zero3")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_losses(on_ranks: OnRanks, engine: str) -> None:
-    """Three steps have the losses of whole logits, with labels ignored unevenly over tiles and ranks."""
-    true = on_ranks.once(losses, engine, False, False)
-    assert on_ranks(losses, engine, True, False) == [near(values) for values in true]
-
-
-@pytest.mark.table("ddp|zero3")
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
-def test_tied_embeddings(on_ranks: OnRanks, engine: str) -> None:
-    """The same where the head's weight is the embedding's."""
-    true = on_ranks.once(losses, engine, False, True)
-    assert on_ranks(losses, engine, True, True) == [near(values) for values in true]
+@pytest.mark.table("fsdp2-False|(ddp|zero3)-True")
+@pytest.mark.parametrize(
+    ("engine", "tied"), [*[(engine, False) for engine in ENGINES], *[(engine, True) for engine in TIED]]
+)
+def test_losses(on_ranks: OnRanks, engine: str, tied: bool) -> None:
+    """Three steps have the losses of whole logits, with labels ignored unevenly over tiles and ranks, also where the
+    head's weight is the embedding's.
+    """
+    true = on_ranks.once(losses, engine, False, tied)
+    assert on_ranks(losses, engine, True, tied) == [near(values) for values in true]
 
 
 def mean_gradients() -> tuple[Tensor, Tensor]:

@@ -7,15 +7,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from tests.engines.cells import ENGINES, MODES, SHARDED, in_fabric, in_trainer
 from tests.engines.conftest import OnRanks
+from tests.lit import LitTiny
 from tests.parity import near
 from tests.world import World
 
 pytestmark = pytest.mark.self_checks
+
+
+class BuiltAtOnce(LitTiny):
+    """Has no ``configure_model``."""
+
+    configure_model = pl.LightningModule.configure_model
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        LitTiny.configure_model(self)
+
 
 LOOPS = {"trainer": in_trainer, "fabric": in_fabric}
 
@@ -49,11 +66,36 @@ def test_losses_are_the_untiled_ones(loop: str, engine: str, mode: str, on_ranks
 @pytest.mark.parametrize("engine", SHARDED)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_engines_agree(loop: str, engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:
-    """A sharded engine with everything on has the losses of DDP with everything off."""
-    alike = {"built": True} if loop == "trainer" else {"accumulate": False}  # zero.Init has initial weights of its own
+    """A sharded engine with everything on has the losses of DDP with everything off, with a LightningModule that has no
+    ``configure_model`` and no hook for engines.
+    """
+    alike = {"module": BuiltAtOnce} if loop == "trainer" else {"accumulate": False}  # zero.Init draws other weights
     plain = on_ranks.once(partial(LOOPS[loop], **alike), "ddp", "untiled", "")
     sharded = on_ranks(partial(LOOPS[loop], **alike), engine, "loss", str(tmp_path))
     assert [r.losses for r in sharded] == [near(r.losses) for r in plain]
+
+
+class BuiltFromAnySeed(BuiltAtOnce):
+    """Has other weights and another buffer on each rank."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.register_buffer("shift", torch.full((2,), dist.get_rank(), dtype=torch.complex64), persistent=False)
+        for weight in self.parameters():
+            weight.data += 0.1 * dist.get_rank()
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        loss = super().training_step(ids, index)
+        self.losses[-1] += float(self.shift.real.sum())
+        return loss
+
+
+def test_ranks_that_built_other_weights(world: World) -> None:
+    """FSDP2 shards the model of rank 0, with its buffers, as DDP does: losses equal DDP's on both ranks."""
+    run = partial(in_trainer, module=BuiltFromAnySeed)
+    assert [r.losses for r in world(run, "fsdp2", "tiled", "")] == [
+        near(r.losses) for r in world(run, "ddp", "untiled", "")
+    ]
 
 
 @pytest.fixture(scope="module")

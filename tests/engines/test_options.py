@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lt_tiled
-from tests.engines.cells import ENGINES, draw, in_trainer, launch, policies, seen, strategy, train
+from tests.engines.cells import ENGINES, draw, in_trainer, launch, policies, seen, strategy, train, whole_weights
 from tests.engines.conftest import OnRanks
 from tests.lit import Ids, LitTiny, trainer
 from tests.models import TinyLM, lm_loss, tiny_llama
@@ -52,25 +50,6 @@ class Weights(pl.Callback):
     def on_train_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
         self.after = whole_weights(run.model, module.net)
         self.tiles, _, self.disk_bytes = seen(run.strategy)
-
-
-def whole_weights(wrapped: Any, net: nn.Module) -> dict[str, Tensor]:
-    """Return the weights in float64 on all ranks, whatever shards them."""
-    if isinstance(wrapped, FullyShardedDataParallel):
-        gathered: Any = FullyShardedDataParallel.summon_full_params(wrapped, writeback=False)
-    elif sharded := [p for p in net.parameters() if hasattr(p, "ds_id")]:
-        import deepspeed
-
-        gathered = deepspeed.zero.GatheredParameters(sharded)
-    else:
-        gathered = nullcontext()
-    with gathered:
-        return {
-            name.replace("_fsdp_wrapped_module.", ""): getattr(weight, "full_tensor", lambda w=weight: w)()
-            .detach()
-            .to(torch.float64, copy=True)
-            for name, weight in net.named_parameters()
-        }
 
 
 def gradient_errors(engine: str, mode: str, directory: str, precision: str) -> tuple[dict[str, float], list[int], int]:

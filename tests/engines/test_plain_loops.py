@@ -3,61 +3,19 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from lt_tiled import Tiling, prepare
 from lt_tiled.modules.patch import Patch, get_patches
-from tests.engines.cells import ENGINES, draw, error_of, sgd
+from tests.engines.cells import ENGINES, draw, error_of, wrapped
 from tests.engines.conftest import OnRanks
-from tests.models import Block, TinyLM, lm_loss
+from tests.models import TinyLM, lm_loss
 from tests.parity import near
 from tests.world import World
-
-
-def wrapped(engine: str, net: TinyLM) -> tuple[Any, Any, Any]:
-    """The wrapped model, its backward pass and its step."""
-    if engine.startswith("zero"):
-        import deepspeed
-        from deepspeed.accelerator import get_accelerator, set_accelerator
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-        if get_accelerator().device_name() != "cpu":
-            set_accelerator(CPU_Accelerator())
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which compiles for minutes
-        limits = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance", "max_live_parameters")
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": int(engine[-1])} | {f"stage3_{limit}": 0 for limit in limits},
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 0.0,
-        }
-        model, *_ = deepspeed.initialize(model=net, optimizer=sgd(net.parameters()), config=config)
-        return model, model.backward, model.step
-    model: Any = net
-    if engine == "ddp":
-        model = DistributedDataParallel(net)
-    elif engine in ("fsdp", "fsdp_flat"):
-        arguments = {"device_id": torch.device("cpu"), "use_orig_params": engine == "fsdp"}
-        model = FullyShardedDataParallel(net, auto_wrap_policy=ModuleWrapPolicy({Block}), **arguments)
-    else:
-        for block in net.blocks:
-            fully_shard(block)
-        fully_shard(net)
-    optimizer = sgd(model.parameters())
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, Tensor.backward, step
 
 
 def losses(engine: str, tiled: bool, when: str) -> list[float]:
@@ -80,7 +38,7 @@ def losses(engine: str, tiled: bool, when: str) -> list[float]:
         tile(model)
     found = []
     for index in range(3):
-        ids = draw((2, (20 + index, 2)[dist.get_rank()]), dist.get_rank())
+        ids = draw((2, (20 + index, 2)[dist.get_rank()]), 2 * index + dist.get_rank())
         loss = lm_loss(model(ids), ids)
         backward(loss)
         step()
@@ -115,33 +73,28 @@ def test_prepared_after_zero3(deepspeed_world: World) -> None:
         assert "call prepare before deepspeed.initialize" in text
 
 
-def of_two(released: int | None, wrapped_first: bool) -> list[float]:
+def of_two(release: bool) -> list[float]:
     """The losses of a model under ZeRO-3 whose blocks two calls of ``prepare`` tile, until one of them is released."""
     torch.manual_seed(0)
-    net = TinyLM()
-    both = [prepare(net, tiling=Tiling(4)), prepare(net, tiling=Tiling(4, targets="blocks.*.norm1"))]
-    model, found = net, []
-    for release in (not wrapped_first, wrapped_first):
-        if release and released is not None:
-            both[released].release()
-        if model is net:
-            model, backward, step = wrapped("zero3", net)
+    net, found = TinyLM(), []
+    first, second = prepare(net, tiling=Tiling(4)), prepare(net, tiling=Tiling(4, targets="blocks.*.norm1"))
+    model, backward, step = wrapped("zero3", net)
+    for index in range(2):
+        if release and index == 1:
+            first.release()
         ids = draw((2, 20), dist.get_rank())
         backward(loss := lm_loss(model(ids), ids))
         step()
         found.append(float(loss.detach()))
-    for prepared in both:
-        prepared.release()
+    first.release()
+    second.release()
     assert not any(get_patches(module, Patch) for module in net.modules())
     return found
 
 
-@pytest.mark.parametrize("wrapped_first", [False, True])
-@pytest.mark.parametrize("released", [0, 1])
-def test_one_of_two_is_released(released: int, wrapped_first: bool, deepspeed_world: World) -> None:
-    """Tiles of a second ``prepare`` train on under ZeRO-3 when the first one's are gone, and the other way round."""
-    plain = deepspeed_world(of_two, None, False)
-    assert deepspeed_world(of_two, released, wrapped_first) == [near(each) for each in plain]
+def test_one_of_two_is_released(deepspeed_world: World) -> None:
+    """Tiles of a second ``prepare`` train on under ZeRO-3 when the first one's are gone."""
+    assert deepspeed_world(of_two, True) == [near(each) for each in deepspeed_world(of_two, False)]
 
 
 def of_copy(tiled: bool) -> list[float]:

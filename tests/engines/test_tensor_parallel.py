@@ -37,10 +37,14 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def tensor_parallel_losses(mode: str, directory: str) -> tuple[list[float], list[int]]:
-    """Both ranks have the same batches, as a tensor-parallel group has."""
+def tensor_parallel_losses(tiled: bool, checked: bool, directory: str) -> tuple[list[float], list[int]]:
+    """Both ranks have the same batches, as a tensor-parallel group has; a function chooses what is tiled."""
+    options = policies("disk" if tiled else "untiled", directory)
+    if tiled:
+        targets = lambda path, _: path.endswith("mlp")  # noqa: E731
+        options["tiling"] = lt_tiled.Tiling(4, targets=targets, self_check=checked)
     chosen = lt_tiled.fabric.TiledModelParallelStrategy(
-        tensor_parallel, data_parallel_size=1, tensor_parallel_size=2, **policies(mode, directory)
+        tensor_parallel, data_parallel_size=1, tensor_parallel_size=2, **options
     )
     fabric = launch(chosen)
     model, optimizer = fabric.setup(net := TinyLM(), torch.optim.SGD(net.parameters(), 0.1, foreach=False))
@@ -50,26 +54,23 @@ def tensor_parallel_losses(mode: str, directory: str) -> tuple[list[float], list
     return losses, tiles
 
 
+CHECKED = pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="it indexes DTensors with a mask"))
+
+
 @pytest.mark.self_checks
-@pytest.mark.table("tiled")
-@pytest.mark.parametrize("mode", ["tiled", "checkpointed", "disk"])
-def test_tensor_parallel_plan(mode: str, world: World, tmp_path: Path) -> None:
-    """A tiled MLP whose projections are split over the ranks has the losses of one that is not tiled."""
-    plain = world(tensor_parallel_losses, "untiled", str(tmp_path))
-    for (losses, _), (tiled, tiles) in zip(plain, world(tensor_parallel_losses, mode, str(tmp_path)), strict=True):
-        assert tiled == near(losses)
-        assert tiles == [4, 4]
+@pytest.mark.parametrize("checked", [False, CHECKED])
+def test_tensor_parallel_plan(checked: bool, world: World, tmp_path: Path) -> None:
+    """A tiled MLP whose projections are split over the ranks has the losses of one that is not tiled, with its blocks
+    offloaded, too. Ranks compare their tilings also where a function, which cannot be sent, chooses the modules.
+    """
+    plain = world(tensor_parallel_losses, False, False, str(tmp_path))
+    tiled = world(tensor_parallel_losses, True, checked, str(tmp_path))
+    assert tiled == [(near(losses), [4, 4]) for losses, _ in plain]
 
 
 MLP = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
-
-
 SHARD = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
-
-
 GATHER = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-
-
 HEADS: dict[str, ParallelStyle | None] = {
     "whole": None,
     "columns": ColwiseParallel(output_layouts=Replicate()),
@@ -154,22 +155,6 @@ def test_what_is_refused(options: dict[str, Any], message: str, world: World) ->
     for kind, text in world(refused, options):
         assert kind == "ValueError"
         assert message in text
-
-
-def with_function() -> int:
-    """How many modules are tiled that a function of its own on each rank chooses."""
-    chosen = lt_tiled.fabric.TiledModelParallelStrategy(
-        tensor_parallel, tensor_parallel_size=2, tiling=lt_tiled.Tiling(targets=lambda path, _: path.endswith("mlp"))
-    )
-    launch(chosen).setup_module(TinyLM())
-    found = len(chosen.prepared[0].report().tiled)
-    chosen.release()
-    return found
-
-
-def test_targets_by_a_function(world: World) -> None:
-    """Ranks compare their tilings also where a function, which cannot be sent, chooses the modules."""
-    assert min(world(with_function)) > 0
 
 
 def places() -> list[tuple[int, int]]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import Trainer, default_data_collator
+from transformers.integrations import unset_hf_deepspeed_config
 
-from lt_tiled.modules.patch import Patch, get_patches
+from lt_tiled.transformers import TiledCallback, share_batches
+from tests.callbacks.test_transformers import patches, trainer_of
 from tests.engines.conftest import OnRanks
-from tests.models import tiny_llama
 from tests.world import RanksFailed, World
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3")
@@ -33,66 +34,22 @@ def arguments_of(engine: str) -> dict[str, Any]:
     return {}
 
 
-def rows(count: int) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(7)
-    found = []
-    for index in range(count):
-        ids = torch.randint(64, (40,), generator=generator)
-        found.append({"input_ids": ids, "labels": ids.where(torch.arange(40) >= 5 * index, -100)})
-    return found
+class SharedTrainer(Trainer):
+    """Both ranks get the same batches for training."""
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        loader = DataLoader(self.train_dataset, 1, shuffle=True, collate_fn=default_data_collator)
+        return share_batches(loader, 2)
 
 
-def accuracy(prediction: Any) -> dict[str, float]:
-    found, labels = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
-    return {"accuracy": float(np.mean((found == labels)[labels != -100]))}
-
-
-def losses(engine: str, callback: dict[str, Any] | None, shared: int = 1, **more: Any) -> list[float]:
-    """Three steps of two micro-batches, and an evaluation with a metric of the logits; ``shared`` ranks get the same
-    batches for training.
-    """
-    from transformers import Trainer, TrainingArguments, default_data_collator
-    from transformers.integrations import unset_hf_deepspeed_config
-
-    from lt_tiled.transformers import TiledCallback, share_batches
-
-    class SharedTrainer(Trainer):
-        def get_train_dataloader(self) -> DataLoader[Any]:
-            loader = DataLoader(self.train_dataset, 1, shuffle=True, collate_fn=default_data_collator)
-            return share_batches(loader, shared)
-
-    torch.manual_seed(0)
-    model = tiny_llama(use_cache=False)
+def losses(engine: str, callback: dict[str, Any] | None, shared: bool = False) -> list[float]:
+    """Three steps of two micro-batches, and an evaluation with a metric of the logits."""
     kept = None if callback is None else TiledCallback(**callback)
+    evaluation = {"eval_strategy": "no"} if shared else {"eval_strategy": "steps", "eval_steps": 3}
+    options = {"learning_rate": 1e-2, "max_grad_norm": 0, **evaluation, **arguments_of(engine)}
     with tempfile.TemporaryDirectory() as directory:
-        arguments = TrainingArguments(
-            directory,
-            use_cpu=True,
-            per_device_train_batch_size=1,
-            per_device_eval_batch_size=1,
-            gradient_accumulation_steps=2,
-            max_steps=3,
-            learning_rate=1e-2,
-            max_grad_norm=0,
-            optim="sgd",
-            save_strategy="no",
-            report_to="none",
-            logging_steps=1,
-            disable_tqdm=True,
-            seed=0,
-            eval_strategy="steps" if shared == 1 else "no",
-            eval_steps=3,
-            **arguments_of(engine),
-            **more,
-        )
-        trainer = (Trainer if shared == 1 else SharedTrainer)(
-            model,
-            arguments,
-            train_dataset=rows(12),
-            eval_dataset=rows(4),
-            compute_metrics=accuracy,
-            callbacks=[] if kept is None else [kept],
-        )
+        kind = SharedTrainer if shared else Trainer
+        trainer = trainer_of(Path(directory), [kept] if kept else [], kind, torch.float32, **options)
         trainer.train()
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}  # some engines gather on rank 0
     names = ("loss", "eval_loss", "eval_accuracy")
@@ -100,7 +57,7 @@ def losses(engine: str, callback: dict[str, Any] | None, shared: int = 1, **more
     if kept is not None:
         assert kept.report is not None
         assert kept.report.tiled[0].tiles == (callback or {}).get("tiling", 1)
-        assert not any(get_patches(module, Patch) for module in model.modules())
+        assert patches(trainer.model) == 0
     unset_hf_deepspeed_config()  # with which transformers would shard the models of later tests
     return [*found, *(float(weight.double().norm()) for weight in weights.values())]
 
@@ -126,16 +83,14 @@ def test_shared_sequences(engine: str, on_ranks: OnRanks) -> None:
     """With a data loader of ``share_batches`` two ranks that share each sequence have the losses of two that each have
     all of it.
     """
-    true = on_ranks(losses, engine, None, 2)
-    found = on_ranks(losses, engine, TILED | {"sequence_parallel": 2}, 2)
+    true = on_ranks(losses, engine, None, True)
+    found = on_ranks(losses, engine, TILED | {"sequence_parallel": 2}, True)
     assert found == [pytest.approx(values, rel=1e-4) for values in true]
 
 
 def drawn(size: int) -> list[int]:
     """The samples that a rank of four gets from a shuffled data loader, after Accelerate has prepared it as well."""
     from accelerate import Accelerator
-
-    from lt_tiled.transformers import share_batches
 
     torch.manual_seed(0)
     loader = share_batches(DataLoader(range(8), 1, shuffle=True), size)  # type: ignore[arg-type]
@@ -154,24 +109,3 @@ def test_share_batches_of_a_wrong_size(world: World) -> None:
     """A size that does not divide the number of ranks is refused with those that do."""
     with pytest.raises(RanksFailed, match=r"sequence_parallel=3 does not divide the 2 ranks: choose one of \[1, 2\]"):
         world(drawn, 3)
-
-
-def added_late() -> str:
-    from transformers import Trainer, TrainingArguments
-
-    from lt_tiled.transformers import TiledCallback
-
-    with tempfile.TemporaryDirectory() as directory:
-        arguments = TrainingArguments(directory, use_cpu=True, report_to="none")
-        trainer = Trainer(tiny_llama(), arguments, train_dataset=rows(2))
-        trainer.add_callback(TiledCallback())
-        try:
-            trainer.train()
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
-def test_a_callback_that_is_added_late(world: World) -> None:
-    """A callback that the Trainer gets after the model was wrapped says where to pass it."""
-    assert all("Trainer(callbacks=[...])" in message for message in world(added_late))
