@@ -193,14 +193,6 @@ def test_loader_without_a_trainer(text: None) -> None:
     assert not isinstance(data.train_dataloader().sampler, DistributedSampler)
 
 
-def test_state(text: None) -> None:
-    """A checkpoint, which is loaded with weights only, has what determines the batches of its epoch."""
-    run(ModelCheckpoint(".", "last"), max_steps=3, seq_len=8, batch_size=1)
-    state = torch.load("last.ckpt", weights_only=True)["TextFiles"]
-    shape = {"seq_len": 8, "batch_size": 1, "ranks": 1, "seed": 0, "sequences": 12}
-    assert state == {**shape, "batches": 12, "total": 3}
-
-
 class Kept(OnExceptionCheckpoint):
     """Its checkpoint stays when the Trainer ends."""
 

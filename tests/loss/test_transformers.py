@@ -152,64 +152,67 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.flatten())
 
 
-def change_a_view(logits: Tensor, labels: Tensor) -> Tensor:
+def change_a_view(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x)
     flat = logits.view(-1, logits.shape[-1])
     flat.masked_fill_(torch.arange(64) % 5 == 1, -3.0)
     return cross_entropy(logits, labels)
 
 
-def change_under_a_view(logits: Tensor, labels: Tensor) -> Tensor:
+def change_under_a_view(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x)
     flat, same = logits.view(-1, logits.shape[-1]), logits.contiguous()
     logits[..., 3] = 1.5
     same[:, ::2].mul_(2)
     return F.cross_entropy(flat, labels.flatten())
 
 
-def change_after_the_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def change_after_the_loss(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x)
     loss = cross_entropy(logits, labels)
     logits[..., 2:4] *= 2
     return loss + cross_entropy(logits, labels)
 
 
-def without_grad_afterwards(logits: Tensor, labels: Tensor) -> Tensor:
+def without_grad_afterwards(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x)
     with torch.no_grad():
         half, same = logits * 0.5, logits.to(logits.dtype)
     return cross_entropy(logits, labels) * cross_entropy(half, labels) + cross_entropy(same, labels)
 
 
-@pytest.mark.parametrize("use", [change_a_view, change_under_a_view, change_after_the_loss, without_grad_afterwards])
-def test_logits_that_are_changed_in_place(use: Any) -> None:
-    """A change of the logits in place is seen by what shares their memory, and by nothing else, as without tiles."""
-    torch.manual_seed(0)
-    model = ByUse(tiny_llama().config)
-    model.use = lambda head, x, labels: use(head(x), labels)
-    inputs = {"input_ids": IDS, "labels": IDS}
-    true, untiled = run(copy.deepcopy(model).double(), inputs), run(model, inputs)
-    with prepare(model, loss=5):
-        assert less_accurate(run(model, inputs), untiled, true) == {}
+def classes_in_the_second_dimension(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(head(x), labels)
 
 
-def test_a_cross_entropy_over_the_second_dimension() -> None:
-    """Logits ``[B, 64, 64]`` with labels ``[B, 64]`` have their classes in the second dimension, as in torch."""
+def checkpointed(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(checkpoint(head, x, use_reentrant=False), labels) + 0 * x.sum()
+
+
+def reentrant(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(checkpoint(head, x, use_reentrant=True), labels) + 0 * x.sum()
+
+
+def two_logits(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(head(x) * head(torch.ones_like(x)), labels)
+
+
+USES = [change_a_view, change_under_a_view, change_after_the_loss, without_grad_afterwards]
+USES += [classes_in_the_second_dimension, checkpointed, reentrant, two_logits]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_uses_of_logits(use: Any) -> None:
+    """A change of the logits in place is seen by what shares their memory, and by nothing else; logits ``[B, 64, 64]``
+    with labels ``[B, 64]`` have their classes in the second dimension; a reentrant checkpoint gives logits a graph.
+    """
     torch.manual_seed(0)
     model, ids = ByUse(tiny_llama().config).double(), torch.arange(128).view(2, 64) * 7 % 64
-    model.use = lambda head, x, labels: F.cross_entropy(head(x), labels)
-    true = run(model, {"input_ids": ids, "labels": ids})
+    model.use = use
+    inputs = {"input_ids": ids, "labels": ids}
+    true = run(model, inputs)
     with prepare(model, loss=5):
-        assert worst(run(model, {"input_ids": ids, "labels": ids}), true) <= 1e-6
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpointed_head(reentrant: bool) -> None:
-    """A model that checkpoints its head has the gradients of full logits: a reentrant checkpoint gives them a graph."""
-    torch.manual_seed(0)
-    model = ByUse(tiny_llama().config).double()
-    model.use = lambda head, x, labels: (
-        cross_entropy(checkpoint(head, x, use_reentrant=reentrant), labels) + 0 * x.sum()
-    )
-    true = run(model, {"input_ids": IDS, "labels": IDS})
-    with prepare(model, loss=5):
-        assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
+        assert worst(run(model, inputs), true) <= 1e-6
 
 
 def loss_of_single_tokens(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
@@ -514,24 +517,6 @@ def test_generation_and_signature() -> None:
             type(model.model.layers[0].mlp)(model.config).forward
         )
         assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), plain)
-
-
-def test_two_logits_in_one_loss() -> None:
-    """A loss that multiplies the logits by others of the same head, or calls the model without labels, has the right
-    values.
-    """
-    model = tiny_llama().double()
-    inner = model.loss_function
-
-    def own(logits: Any, labels: Tensor, **kwargs: Any) -> Tensor:
-        other = model.lm_head(torch.ones(2, 48, 32, dtype=torch.float64))
-        assert isinstance(model(input_ids=IDS).logits, Tensor)
-        return inner(logits * other, labels, **kwargs)
-
-    model.loss_function = own
-    true = run(model, {"input_ids": IDS, "labels": IDS})
-    with prepare(model, **LOSS):
-        assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
 
 
 def test_models_without_a_loss_are_not_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
