@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from itertools import chain, pairwise
 from math import ceil, prod
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import TokenShape, describe_output
 from lt_tiled.tiling.observe import History, Observation
+from lt_tiled.tiling.places import ENGINES
 from lt_tiled.tiling.recompute import (
     TOLERANCE,
     PlainSavedTensors,
@@ -79,11 +81,20 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
             owner.passed.add(kind)
 
 
+_TELL_APART = (int, float, FunctionType, BuiltinFunctionType)
+"""Types of attributes that tell modules of one class apart, besides the flags and names of the mode."""
+_NUMBERS = ENGINES | {"layer_idx"}
+"""Attributes that number modules, which are alike otherwise."""
+
+
 def _kind(call: TiledCall, inputs: Sequence[Tensor]) -> Hashable:
     """Return what is equal for calls of modules of the same classes, shapes, dtypes and flags."""
     facts: list[Any] = [call.mode]
     for part in call.work.parts:
         facts.append(type(part))
+        for name, value in part.__dict__.items():
+            if type(value) in _TELL_APART and name not in _NUMBERS:
+                facts.append((name, value))
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None:
                 facts.append((tensor.shape, tensor.dtype, tensor.requires_grad))
@@ -218,8 +229,8 @@ class _Check:
         finite = whole.isfinite()
         if not torch.equal(finite, tiled.isfinite()):
             self._refuse(f"{what} is finite elsewhere in tiles. {unless}")
-        size = _norm(whole[finite])
-        difference = _norm(whole[finite] - tiled[finite])
+        size = _norm(whole.masked_fill(~finite, 0))
+        difference = _norm((whole - tiled).masked_fill(~finite, 0))
         self.shown = self.shown or size != 0
         bound, noise = may_differ
         if difference > max(bound * size, noise):
