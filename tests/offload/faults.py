@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,22 +52,3 @@ def each_call(function: str, fault: Fault, most: int = 100) -> Iterator[Any]:
         if calls[0] < n:
             return
     raise AssertionError(f"{function} was called {most} times and more")
-
-
-ENOSPC, EIO = errno.ENOSPC, errno.EIO
-
-
-@contextmanager
-def no_tmpfile() -> Iterator[list[int]]:
-    """Let the filesystem have no unnamed files; the list holds the flags with which named ones are created."""
-    real, created = os.open, []
-
-    def call(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "not supported")
-        if flags & os.O_CREAT:
-            created.append(flags)
-        return real(path, flags, *args, **kwargs)
-
-    with patch.object(os, "open", call):
-        yield created

@@ -1,9 +1,8 @@
-"""Small programs that the process tests start, and kill."""
+"""Small programs that the process tests start."""
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 
@@ -54,5 +53,4 @@ def fork_after_start(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent may ignore it, which is inherited
     globals()[sys.argv[1]](sys.argv[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lt_tiled.offload.geometry import Geometry, movable, raw_bytes
 
@@ -51,21 +52,33 @@ def test_an_expanded_tensor_moves_its_own_bytes() -> None:
     assert Geometry.of(BASE[:5].view(1, 5).expand(1000, 5)).nbytes == 20
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.empty(0, 4),
-        nn.Parameter(BASE),
-        BASE.view(20, 12)[:, :2],  # more gaps than entries
-        torch.zeros(3, dtype=torch.complex64).conj(),
-        torch.eye(3).to_sparse(),
-        torch.empty(3, device="meta"),
-        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-    ],
-    ids=["empty", "parameter", "gaps", "conjugate", "sparse", "meta", "nested"],
-)
-def test_what_stays(tensor: Tensor) -> None:
+def int8_weight() -> Tensor:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    layer = nn.Linear(32, 32, bias=False)
+    quantize_(layer, Int8WeightOnlyConfig())
+    return layer.weight.detach()
+
+
+STAYS = {
+    "empty": lambda: torch.empty(0, 4),
+    "parameter": lambda: nn.Parameter(BASE),
+    "gaps": lambda: BASE.view(20, 12)[:, :2],  # more gaps than entries
+    "conjugate": lambda: torch.zeros(3, dtype=torch.complex64).conj(),
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "csr": lambda: torch.eye(3).to_sparse_csr(),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "subclass": lambda: TwoTensor(torch.ones(3), torch.ones(3)),
+    "torchao": int8_weight,
+}
+
+
+@pytest.mark.parametrize("kind", STAYS)
+def test_what_stays(kind: str) -> None:
     """Weights, empty and lazy tensors, other layouts, subclasses, and views that are mostly gaps are left where they
     are.
     """
-    assert not movable(tensor)
+    assert not movable(STAYS[kind]())

@@ -1,4 +1,4 @@
-"""Offloading from a device: bit for bit, and on a GPU with copies beside the computation, in the right order."""
+"""Offloading from a GPU: copies beside the computation, in the right order. See ``test_blocks.py`` for the results."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lt_tiled import ActivationCheckpointing, prepare
+from lt_tiled import ActivationCheckpointing
 from lt_tiled.offload.offloader import build_offloader
-from tests.models import TinyLM, lm_loss
 from tests.offload.offloaders import settle
 from tests.offload.test_offloader import TIERS
 from tests.processes import ROOT, Script, finish
 
-BOTH = {"offload": "cpu+disk", "cpu_budget": 4096}
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -67,31 +63,6 @@ def test_copies_wait_for_the_computation(tmp_path: Path, offload: str, fields: d
             assert all(torch.equal(a, b) for a, b in zip(back, expected, strict=True))
             del noise, packed, back
     offloader.close()
-
-
-@pytest.mark.parametrize("fields", [{"offload": "cpu"}, {"offload": "disk"}, BOTH], ids=str)
-def test_bit_identical_on_a_device(fields: dict[str, Any], device: str) -> None:
-    """Losses and weights over several steps are bit for bit those of checkpointing without offload."""
-    tokens, blocks, hidden = (512, 6, 64) if device == "cuda" else (24, 3, 16)
-    ids = (torch.arange(2 * tokens) % 32).view(2, tokens).to(device)
-    results = []
-    for policy in (ActivationCheckpointing(), ActivationCheckpointing(**fields, keep_last=0)):
-        torch.manual_seed(0)
-        model = TinyLM(blocks, hidden, 3 * hidden).to(device)
-        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
-        with sdpa_kernel(SDPBackend.MATH), prepare(model, activation_checkpointing=policy) as prepared:
-            for _ in range(3):
-                loss = lm_loss(model(ids), ids)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(float(loss.detach()))
-            stats = None if prepared.offloader is None else prepared.offloader.so_far()
-        results.append((losses, [p.detach().clone() for p in model.parameters()]))
-    assert stats.cpu_bytes + stats.disk_bytes > 0
-    assert (stats.disk_bytes > 0) == ("disk" in fields["offload"])
-    assert results[0][0] == results[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import random
 from pathlib import Path
 
@@ -64,11 +63,6 @@ def test_memory_within_the_cgroups(
     assert available_memory(system(tmp_path, groups, limits, names)) == free * GIB
 
 
-def test_memory_of_this_system() -> None:
-    """On this system it is some memory, and no more than there is."""
-    assert 0 < available_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def test_refused_pinning_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Memory that cannot be pinned is used unpinned, with one warning for all slabs and no further attempts."""
     asked: list[int] = []
@@ -106,29 +100,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> CPUMemory:
 
 
 def test_block_inputs_of_any_size_fill_the_budget(small: CPUMemory) -> None:
-    """Of a budget of 16 GiB at least 95 % can be used for block inputs of one size, from 60 to 600 MiB, without
-    allocating anew; slabs of 256 MiB with a range for each had room for 59 % with those of 150 MiB.
+    """Of a budget of 16 GiB at least 95 % can be used for block inputs of one size, from 60 to 600 MiB and then of a
+    GiB, without allocating anew; slabs of 256 MiB with a range for each had room for 59 % with those of 150 MiB.
     """
-    for mib in range(60, 601, 9):
+    for mib in [*range(60, 601, 9), 1024, 64, 1024]:
         slots = []
         while (slot := small.take(mib * MIB - 100, CPU)) is not None:
             slots.append(slot)
         assert sum(memory.nbytes for slot in slots for memory in slot.memory) > 0.95 * small.budget, mib
         slots.clear()
     assert small.size == small.budget
-
-
-def test_lengths_that_double_fill_the_budget(small: CPUMemory) -> None:
-    """After shorter sequences, 15 block inputs of 1 GiB find room in 16 GiB, and so do some of mixed sizes."""
-    for mib in (64, 128, 256, 512, 1024, 64, 1024):
-        slots = [small.take(mib * MIB, CPU) for _ in range(15 * 1024 // mib)]
-        assert all(slot is not None for slot in slots), mib
-        slots.clear()
-    rng, slots, used = random.Random(0), [], 0
-    while (slot := small.take(need := rng.randrange(60 * MIB, 600 * MIB), CPU)) is not None:
-        slots.append(slot)
-        used += need
-    assert used + need > 0.99 * small.budget
 
 
 def test_pieces_hold_what_was_stored(small: CPUMemory) -> None:
@@ -157,17 +138,4 @@ def test_slabs_have_the_size_they_were_asked_to_have() -> None:
     slots += [slabs.take(50 * 2**20, CPU) for _ in range(2)]  # the sixth begins in the first slab
     assert [slot is None for slot in slots] == [False] * 6 + [True]
     assert slabs.size == 300 * 2**20
-    slabs.close()
-
-
-def test_thousands_of_tensors_share_a_slab() -> None:
-    """llm-compressor #2790: ten thousand small tensors are ranges of one slab, not ten thousand pinned blocks."""
-    slabs = CPUMemory(2**30)
-    slots = [slabs.take(5000, CPU) for _ in range(10_000)]
-    assert len(slabs._slabs) == 1
-    addresses = {slot.memory[0].data_ptr() for slot in slots}
-    assert len(addresses) == 10_000
-    assert all(address % 4096 == 0 for address in addresses)
-    slots.clear()
-    assert slabs.take(slabs.size, CPU) is not None
     slabs.close()

@@ -6,18 +6,18 @@ import errno
 import fcntl
 import gc
 import os
-import re
 import stat
+import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lt_tiled.errors import OffloadDiskFullError, OffloadError
 from lt_tiled.offload.extents import Extent, aligned
 from lt_tiled.offload.spill import CHUNK, SpillFile, wait_for
-from tests.offload.faults import each_call, fail, no_tmpfile, nothing, nth_call, short
+from tests.offload.faults import each_call, fail, nth_call, short
 
 DATA = os.urandom(CHUNK + 12345)
 
@@ -80,27 +80,6 @@ def test_private_and_unnamed(spill: SpillFile, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_without_o_tmpfile(tmp_path: Path) -> None:
-    """Without unnamed files one of mode 0600 is made, exclusively, not through a link, and unlinked at once."""
-    with no_tmpfile() as created:
-        spill = SpillFile(tmp_path)
-    assert created[0] & os.O_EXCL
-    assert created[0] & os.O_NOFOLLOW
-    assert stat.S_IMODE(os.fstat(spill._file).st_mode) == 0o600
-    assert os.listdir(tmp_path) == []
-    assert get(spill, put(spill)) == DATA
-    spill.close()
-
-
-def test_directory_removed_while_running(tmp_path: Path) -> None:
-    """The directory may be removed under the running file."""
-    (tmp_path / "scratch").mkdir()
-    spill = SpillFile(tmp_path / "scratch")
-    (tmp_path / "scratch").rmdir()
-    assert get(spill, put(spill)) == DATA
-    spill.close()
-
-
 def test_o_direct_refused_at_open(tmp_path: Path) -> None:
     """A filesystem that refuses ``O_DIRECT`` when the file is opened is used through the page cache."""
     real = fcntl.fcntl
@@ -135,75 +114,44 @@ def test_short_calls_go_on(spill: SpillFile, function: str) -> None:
         assert get(spill, put(spill)) == DATA
 
 
-@pytest.mark.parametrize(
-    ("function", "fault", "kind", "message"),
-    [
-        (
-            "pwritev",
-            fail(errno.ENOSPC),
-            OffloadDiskFullError,
-            "cannot write .* bytes on a disk with .* free: set another directory.*: No space left",
-        ),
-        (
-            "pwritev",
-            fail(errno.EDQUOT),
-            OffloadDiskFullError,
-            "cannot write .* bytes on a disk with .* free: set another directory.*: Disk quota",
-        ),
-        ("pwritev", fail(errno.EIO), OffloadError, "cannot write .* bytes: Input/output error"),
-        ("pwritev", nothing, OffloadError, "short write: 0 of"),
-        ("preadv", fail(errno.EIO), OffloadError, "cannot read .* bytes: Input/output error"),
-        ("preadv", nothing, OffloadError, "short read: 0 of"),
-    ],
-)
-def test_failing_calls_are_errors(
-    spill: SpillFile, function: str, fault: object, kind: type[OffloadError], message: str
-) -> None:
-    """Whichever call fails or moves nothing, the error names offset and directory; the space comes back, and the next
-    try works.
-    """
-    failures: list[OffloadError] = []
-    for _ in each_call(function, fault):
-        offset = spill.take(len(DATA))
-        try:
-            wait_for(spill.write(offset, [memoryview(DATA)]))
-            assert get(spill, offset) == DATA
-        except OffloadError as error:
-            failures.append(error.with_traceback(None))  # which refers to the extent
-        finally:
-            del offset
-    assert [type(error) for error in failures] == [kind, kind]  # of two chunks
-    for error in failures:
-        assert re.search(message, str(error))
-        assert error.directory == spill.directory
-        assert error.offset is not None
-    assert spill.used == 0
-    assert get(spill, put(spill)) == DATA
-
-
-def test_full_disk_at_setup(tmp_path: Path) -> None:
-    """If the disk has no room for the budget, opening fails, before a byte is written, and leaves nothing open."""
-    before = os.listdir("/proc/self/fd")
-    with (
-        nth_call("posix_fallocate", 1, fail(errno.ENOSPC)),
-        pytest.raises(OffloadDiskFullError, match=r"cannot reserve 1\.0 MiB more on a disk with .* free"),
-    ):
-        SpillFile(tmp_path, 2**20)
-    assert os.listdir("/proc/self/fd") == before
-    assert os.listdir(tmp_path) == []
-
-
 def test_full_disk_while_growing(tmp_path: Path) -> None:
-    """Without a budget a disk gives what is needed and no more; if it cannot, the error says so."""
-    spill = SpillFile(tmp_path)
-    assert get(spill, put(spill)) == DATA
-    assert os.fstat(spill._file).st_size == aligned(len(DATA))
+    """Without a budget the file grows by what its free end lacks. If the disk reserves half of that and fails, as ext4
+    does, the error says so, the half is given back, and the file is used as before.
+    """
+    spill, real = SpillFile(tmp_path), os.posix_fallocate
+
+    def half_way(file: int, offset: int, length: int) -> None:
+        real(file, offset, length // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for length in (len(DATA), len(DATA) + 9 * CHUNK):
+        spill.take(length)
+        assert os.fstat(spill._file).st_size == aligned(length)
+    size = os.fstat(spill._file).st_size
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", lambda *_: fail(errno.ENOSPC)(None))
+        patch.setattr(os, "posix_fallocate", half_way)
         with pytest.raises(OffloadDiskFullError, match="cannot reserve"):
             spill.take(2**30)
+    file = os.fstat(spill._file)
+    assert file.st_size == size
+    assert file.st_blocks * 512 <= size + 2**15  # on a fragmented disk ext4 counts blocks that list the others
     assert get(spill, put(spill)) == DATA
     spill.close()
+
+
+def test_unlink_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filesystem without unnamed files that unlinks no open file is refused, and the file is unlinked when closed."""
+
+    def busy(_: Any, path: str) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+
+    monkeypatch.setattr(tempfile, "_O_TMPFILE_WORKS", False)
+    with (
+        nth_call("unlink", 1, busy),
+        pytest.raises(OffloadError, match=r"cannot create the spill file .*: Device or resource busy"),
+    ):
+        SpillFile(tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
 def test_budget(tmp_path: Path) -> None:
@@ -236,55 +184,6 @@ def test_bad_directory(tmp_path: Path, make: object, message: str) -> None:
         match=rf"cannot create the spill file \(set a directory that exists and is writable\): {message}.*{directory}",
     ):
         SpillFile(directory)
-
-
-@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EMFILE, errno.ENFILE])
-def test_open_fails(tmp_path: Path, code: int) -> None:
-    """A read-only disk, missing permission and too many open files are errors at whichever call they come, and nothing
-    is left.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "open", partial(fail(code), None))
-        with pytest.raises(OffloadError, match=os.strerror(code)):
-            SpillFile(tmp_path)
-    assert os.listdir(tmp_path) == []
-
-
-def test_out_of_file_descriptors(tmp_path: Path) -> None:
-    """With no descriptor left (a real limit) opening is an error, and works again when there are some."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
-    held = []
-    try:
-        while True:
-            held.append(os.open("/dev/null", os.O_RDONLY))
-    except OSError:
-        pass
-    try:
-        with pytest.raises(OffloadError, match="Too many open files"):
-            SpillFile(tmp_path)
-    finally:
-        for fd in held:
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    SpillFile(tmp_path).close()
-    assert os.listdir(tmp_path) == []
-
-
-def test_above_four_gib(tmp_path: Path) -> None:
-    """Data at an offset above 4 GiB comes back (the file is sparse up to there)."""
-    spill = SpillFile(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", lambda *_: None)
-        low = spill.take(5 * 2**30)
-    high = put(spill)
-    assert low.offset == 0
-    assert high.offset >= 5 * 2**30
-    assert get(spill, high) == DATA
-    spill.close()
 
 
 def test_closed(spill: SpillFile) -> None:

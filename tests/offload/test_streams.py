@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from lt_tiled import ActivationCheckpointing, OffloadError, prepare
 from lt_tiled.offload import pinned
-from lt_tiled.offload.offloader import Offloader, build_offloader
+from lt_tiled.offload.offloader import build_offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
 from tests.models import TinyLM, lm_loss
 from tests.offload.offloaders import settle
@@ -38,21 +37,15 @@ class Stumbled(Exception):
     pass
 
 
-def train(check: StreamCheck, fields: dict[str, Any], stumble: tuple[int, ...] = ()) -> None:
-    """Train on the device: with accumulation, on two streams, with dropped graphs, and with steps that end early.
-
-    Args:
-        check: What the device is.
-        fields: Those of the policy.
-        stumble: The numbers of the calls of a block that raise an error.
-    """
+def train(check: StreamCheck, fields: dict[str, Any]) -> None:
+    """Train on the device: with accumulation, on two streams, with dropped graphs, and with steps that end early."""
     torch.manual_seed(0)
     model, calls = TinyLM(3, 8, 8), [0]
     side = Stream(check, torch.device("cuda", 0))
 
     def count(*_: object) -> None:
         calls[0] += 1
-        if calls[0] in stumble:
+        if calls[0] in (3, 13, 31):
             raise Stumbled
 
     with prepare(model, activation_checkpointing=ActivationCheckpointing(**{"keep_last": 0} | fields)) as prepared:
@@ -113,32 +106,16 @@ def by_turns(check: StreamCheck, fields: dict[str, Any]) -> None:
     offloader.close()
 
 
-@pytest.mark.table(".*(prefetch': 3|1GiB'}).*")
+@pytest.mark.table("train-.*(prefetch': 3|1GiB'}).*|by_.*prefetch': 3.*")
 @pytest.mark.parametrize("fields", POLICIES, ids=str)
-def test_every_two_accesses_are_ordered(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("scenario", [train, by_hand, by_turns])
+def test_every_two_accesses_are_ordered(scenario: Callable[..., None], fields: dict[str, Any]) -> None:
     """With each tier, copies, computation and reuse of memory are in order: accumulation, a second stream, dropped
-    graphs, and errors in the forward pass, the recompute and the backward pass.
+    graphs, and errors in the forward pass, the recompute and the backward pass; two GPUs in one process; tensors that
+    one stream saves and another stores.
     """
     with StreamCheck() as check:
-        train(check, fields, stumble=(3, 13, 31))
-    assert check.races == []
-
-
-@pytest.mark.parametrize("fields", [CPU, DISK, BOTH], ids=str)
-def test_two_gpus_in_one_process(fields: dict[str, Any]) -> None:
-    """Tensors of two GPUs come back in order, and each copy, wait and pinned slab sets its own device."""
-    with StreamCheck() as check:
-        by_hand(check, fields)
-    assert check.races == []
-
-
-@pytest.mark.parametrize("fields", [CPU, DISK, BOTH], ids=str)
-def test_two_streams_that_store_for_each_other(fields: dict[str, Any]) -> None:
-    """A tensor that was saved on one stream and is stored while another is the current one is copied after it was
-    computed.
-    """
-    with StreamCheck() as check:
-        by_turns(check, fields)
+        scenario(check, fields)
     assert check.races == []
 
 
@@ -157,47 +134,27 @@ def skipped(kind: type, method: str, *callers: str) -> Iterator[None]:
         yield
 
 
-def loads_at_once() -> Any:
-    """Load into memory without waiting for what it was used for before."""
-    real = pinned.CPUMemory.copy
-
-    def copy(copier: Any, verb: Any, tensor: Tensor, slot: Any, after: Any = None) -> Any:
-        return real(copier, verb, tensor, slot, torch.cuda.Event() if verb == "load" else after)
-
-    return mock.patch.object(pinned.CPUMemory, "copy", copy)
+def on_any_stream() -> Any:
+    return mock.patch.object(OffloadedTensor, "_on_its_stream", return_value=nullcontext())
 
 
 def freed_at_once() -> Any:
     return mock.patch.multiple(pinned.Copy, done=lambda _: True, wait=lambda copied: setattr(copied, "tensor", None))
 
 
-def on_any_stream() -> Any:
-    return mock.patch.object(OffloadedTensor, "_on_its_stream", return_value=nullcontext())
-
-
-class Forgetful(deque[Any]):
-    """Keeps nothing."""
-
-    def append(self, _: object) -> None:
-        pass
-
-
-MUTATIONS: dict[str, tuple[Callable[..., None], dict[str, Any], Callable[[StreamCheck], Any]]] = {
-    "store before computed": (train, CPU, lambda check: skipped(Stream, "wait_event", "copy")),
-    "store before another stream computed": (by_turns, CPU, lambda check: on_any_stream()),
-    "use before loaded": (train, CPU, lambda check: skipped(Stream, "wait_event", "wait_on_stream", "wait")),
-    "write before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "wait", "_write")),
-    "ready before copied": (train, DISK, lambda check: skipped(Event, "synchronize", "wait", "copy_back")),
-    "load into memory in use": (train, DISK, lambda check: loads_at_once()),
-    "free before copied": (train, CPU, lambda check: freed_at_once()),
-    "drop in mid-copy": (by_hand, CPU, lambda check: mock.patch.object(pinned, "deque", Forgetful)),
-    "drop in use": (by_hand, CPU, lambda check: skipped(Tensor, "record_stream", "wait")),
-    "wait for another stream": (
-        train,
+MUTATIONS: dict[str, tuple[Callable[..., None], dict[str, Any], Callable[[], Any]]] = {
+    "store before computed": (train, CPU, lambda: skipped(Stream, "wait_event", "copy")),
+    "store before another stream computed": (
+        by_turns,
         CPU,
-        lambda check: mock.patch.object(torch.cuda, "current_stream", lambda device: check.default[device.index]),
+        lambda: mock.patch.object(OffloadedTensor, "_on_its_stream", return_value=nullcontext()),
     ),
-    "another device": (by_hand, DISK, lambda check: mock.patch.object(torch.cuda, "device", nullcontext)),
+    "use before loaded": (train, CPU, lambda: skipped(Stream, "wait_event", "wait_on_stream", "wait")),
+    "write before copied": (train, DISK, lambda: skipped(Event, "synchronize", "wait", "_write")),
+    "ready before copied": (train, DISK, lambda: skipped(Event, "synchronize", "wait", "copy_back")),
+    "free before copied": (train, CPU, freed_at_once),
+    "drop in use": (by_hand, CPU, lambda: skipped(Tensor, "record_stream", "wait")),
+    "another device": (by_hand, DISK, lambda: mock.patch.object(torch.cuda, "device", nullcontext)),
 }
 
 
@@ -205,17 +162,9 @@ MUTATIONS: dict[str, tuple[Callable[..., None], dict[str, Any], Callable[[Stream
 def test_each_wait_that_is_left_out_is_found(mutation: str) -> None:
     """The check finds a race if any one wait, record or check of an event is left out."""
     scenario, fields, leave_out = MUTATIONS[mutation]
-    with StreamCheck() as check, leave_out(check):
+    with StreamCheck() as check, leave_out():
         scenario(check, fields)
     assert check.races != []
-
-
-def offloaded(check: StreamCheck, **fields: Any) -> tuple[Offloader, list[Any]]:
-    """Store six tensors, of which nothing else is left."""
-    offloader = build_offloader(ActivationCheckpointing(**{"keep_last": 0} | fields))
-    packed = [offloader.pack(check.adopt(torch.randn(2000)) * 2, "block") for _ in range(6)]
-    settle(offloader)
-    return offloader, packed
 
 
 @pytest.mark.parametrize("fields", [CPU, DISK], ids=str)
@@ -224,7 +173,9 @@ def test_memory_is_free_when_its_copy_has_ended(fields: dict[str, Any]) -> None:
     caught up with the host.
     """
     with StreamCheck() as check:
-        offloader, packed = offloaded(check, **fields)
+        offloader = build_offloader(ActivationCheckpointing(**{"keep_last": 0} | fields))
+        packed = [offloader.pack(check.adopt(torch.randn(2000)) * 2, "block") for _ in range(6)]
+        settle(offloader)
         assert check.bytes_on_devices == 0
         for record in reversed(packed):
             offloader.unpack(record)
