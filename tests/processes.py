@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,16 +28,6 @@ class Script(subprocess.Popen[str]):
         environment[RUNS] = os.environ.get(RUNS, "") + self.token
         pipe, both = subprocess.PIPE, subprocess.STDOUT
         super().__init__(command, cwd=cwd, env=environment, stdout=pipe, stderr=both, text=True, start_new_session=True)
-
-
-def finish(runs: Sequence[Script], limit: float = LIMIT) -> tuple[list[int], list[str]]:
-    """Return the exit codes and outputs of scripts; kill what is left of them, and of their children, at the end."""
-    try:
-        printed = [run.communicate(timeout=limit)[0] for run in runs]
-    finally:
-        for run in runs:
-            kill(run.token)
-    return [run.returncode for run in runs], printed
 
 
 def alive(token: str) -> list[int]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +11,6 @@ from lt_tiled import ActivationCheckpointing
 from lt_tiled.offload.offloader import build_offloader
 from tests.offload.offloaders import settle
 from tests.offload.test_offloader import TIERS
-from tests.processes import ROOT, Script, finish
-
-EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-
-
-@pytest.fixture(autouse=True)
-def _segments() -> Iterator[None]:
-    """Check that ``expandable_segments`` has an effect where it is set."""
-    yield
-    if EXPANDABLE.items() <= os.environ.items():
-        assert {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()} == {True}
 
 
 def busy(size: int = 4096, times: int = 20) -> torch.Tensor:
@@ -63,26 +49,3 @@ def test_copies_wait_for_the_computation(tmp_path: Path, offload: str, fields: d
             assert all(torch.equal(a, b) for a, b in zip(back, expected, strict=True))
             del noise, packed, back
     offloader.close()
-
-
-@pytest.mark.gpu
-def test_expandable_segments() -> None:
-    """The tests of this file pass with ``expandable_segments``, which torch reads once in a process."""
-    again = f"{os.path.relpath(__file__, ROOT)}"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "addopts=",
-        again,
-        "-m",
-        "gpu",
-        "-k",
-        "not segments",
-    ]
-    (code,), (printed,) = finish([Script(*command, cwd=ROOT, **EXPANDABLE)])
-    assert code == 0, printed

@@ -49,26 +49,6 @@ def test_every_length_comes_back(spill: SpillFile, length: int) -> None:
     assert get(spill, put(spill, data), length) == data
 
 
-def test_many_at_once(spill: SpillFile) -> None:
-    """Writes and reads that overlap in time do not mix."""
-    parts = [os.urandom(50_000 + i) for i in range(20)]
-    offsets = [spill.take(len(part)) for part in parts]
-    for write in [spill.write(o, [memoryview(p)]) for o, p in zip(offsets, parts, strict=True)]:
-        wait_for(write)
-    into = [bytearray(len(part)) for part in parts]
-    for read in [spill.read(o, [memoryview(b)]) for o, b in zip(offsets, into, strict=True)]:
-        wait_for(read)
-    assert [bytes(b) for b in into] == parts
-
-
-def test_slots_are_reused(spill: SpillFile) -> None:
-    """Space that is given back is used again: the file does not grow with the steps."""
-    for _ in range(50):
-        put(spill, DATA[:100_000])
-    assert spill.used == 0
-    assert os.fstat(spill._file).st_size <= 256 * 2**20
-
-
 def test_private_and_unnamed(spill: SpillFile, tmp_path: Path) -> None:
     """The open file has no name, mode 0600 and no other link; no directory is left beside it, while it is open and
     after.
