@@ -14,7 +14,6 @@ import torch
 from benchmarks.__main__ import ROOT, record, sheets_of, write
 from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
-from benchmarks.host import BARE, FEW, MANY, host, per_tile
 from benchmarks.loss import candidates, errors, usable
 from benchmarks.peers import Peer, peers, roll_call
 from benchmarks.sequence_parallel import Worlds, exact_costs, gradients
@@ -67,14 +66,6 @@ def test_flops(everyone: list[Peer]) -> None:
     assert (untiled[3].text, theirs[2].text, theirs[3].text) == ("2", "1.36", "3")
     assert float(theirs[1].text) > 1.1
     assert float(ours[4].text) < 0.9
-
-
-def test_host(everyone: list[Peer]) -> None:
-    """The host time of a tile is measured of all peers at hand, and leaves out what a call costs once."""
-    (sheet,) = host(everyone, rounds=1)
-    assert [row[0].text for row in sheet.rows] == ["lt_tiled", "DeepSpeed", BARE]
-    times = {f"one {FEW}": [FEW * 2e-6 + 1e-3], f"one {MANY}": [MANY * 2e-6 + 1e-3]}
-    assert per_tile(times, "one")[2] == pytest.approx(2)
 
 
 def test_loss_is_right() -> None:
