@@ -83,13 +83,20 @@ def patches(model: nn.Module) -> int:
     ],
     ids=lambda options: next(iter(options), "defaults"),
 )
-def test_losses_metrics_and_weights_are_those_of_the_trainer_alone(options: dict[str, Any], tmp_path: Path) -> None:
-    """Losses over the tokens of two micro-batches, metrics of logits and weights are those of the Trainer alone."""
+def test_losses_metrics_and_weights_are_those_of_the_trainer_alone(
+    options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Losses over the tokens of two micro-batches, metrics of logits and weights are those of the Trainer alone. The
+    model is prepared from the Trainer's ``__init__`` to the end of training, which prints the report.
+    """
     callback = TiledCallback(**POLICIES)
     tiled, plain = trainer_of(tmp_path, [callback], **options), trainer_of(tmp_path, [], **options)
+    assert patches(tiled.model) > 0
     for trainer in (tiled, plain):
         trainer.train()
         trainer.evaluate()
+    assert patches(tiled.model) == len(callback.prepared) == 0
+    assert "activation checkpointing" in capsys.readouterr().out
     same(tiled, plain)
     report = callback.report
     assert report is not None
@@ -97,19 +104,6 @@ def test_losses_metrics_and_weights_are_those_of_the_trainer_alone(options: dict
     assert report.offloaded is not None
     assert report.offloaded.cpu_bytes > 0
     assert report.losses[0].tiles == (0 if "label_smoothing_factor" in options else 4)
-
-
-def test_training_ends_with_the_plain_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The model is prepared from the Trainer's ``__init__`` to the end of training, which prints the report."""
-    callback = TiledCallback(**POLICIES)
-    trainer = trainer_of(tmp_path, [callback])
-    assert patches(trainer.model) > 0
-    trainer.train()
-    assert patches(trainer.model) == 0
-    assert not callback.prepared
-    printed = capsys.readouterr().out
-    assert "activation checkpointing" in printed
-    assert "tiled loss" in printed
 
 
 def test_blocks_are_recomputed_once(tmp_path: Path) -> None:

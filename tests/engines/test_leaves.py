@@ -100,21 +100,16 @@ class OfBlocks(TinyLM):
         x = self.embed(ids)
         state, shared = self.state(x), {}  # type: ignore[var-annotated]
         for block in self.blocks:
-            if isinstance(block, Crosses):
-                x = block(x, state=state)
-            elif isinstance(block, Shares):
-                x = block(x, shared=shared)
-            elif isinstance(block, ReturnsDict):
-                x = block(x)["hidden"]
-            elif isinstance(block, ReturnsWeight):
-                x, weight = block(x)
-                x = x * weight
-            elif isinstance(block, TakesTuple):
-                x = block((x, None))
-            elif isinstance(block, TakesIds):
+            if isinstance(block, TakesIds):
                 x = x + block(ids)
-            else:
-                x = block(x)
+                continue
+            args: Any = (x, None) if isinstance(block, TakesTuple) else x
+            named = {Crosses: {"state": state}, Shares: {"shared": shared}}.get(type(block), {})
+            x = block(args, **named)
+            if isinstance(x, dict):
+                x = x["hidden"]
+            elif isinstance(x, tuple):
+                x = x[0] * x[1]
         return self.head(x + state)
 
 

@@ -105,14 +105,13 @@ def one_rank() -> Iterator[World]:
     world.close()
 
 
-@pytest.mark.table("ddp|fsdp2|zero3")
+@pytest.mark.table("trainer-fsdp2|fabric-(ddp|zero3)")
 @pytest.mark.parametrize("engine", ENGINES)
-def test_one_device(engine: str, one_rank: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loop", LOOPS)
+def test_one_device(loop: str, engine: str, one_rank: World, tmp_path: Path) -> None:
     """Every engine runs on one device, ZeRO-3 too, with the losses of plain training."""
-    (plain,) = one_rank(partial(in_trainer, built=True), "ddp", "untiled", str(tmp_path))
-    (tiled,) = one_rank(partial(in_trainer, built=True), engine, "disk", str(tmp_path))
+    alike = {"built": True} if loop == "trainer" else {"accumulate": False}
+    (plain,) = one_rank(partial(LOOPS[loop], **alike), "ddp", "untiled", str(tmp_path))
+    (tiled,) = one_rank(partial(LOOPS[loop], **alike), engine, "disk", str(tmp_path))
     assert tiled.losses == near(plain.losses)
     assert tiled.disk_bytes > 0
-    (plain,) = one_rank(partial(in_fabric, accumulate=False), "ddp", "untiled", str(tmp_path))
-    (tiled,) = one_rank(partial(in_fabric, accumulate=False), engine, "disk", str(tmp_path))
-    assert tiled.losses == near(plain.losses)

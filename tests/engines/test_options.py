@@ -23,8 +23,6 @@ from tests.world import World
 
 WHOLE_WEIGHTS = [engine for engine in ENGINES if engine != "fsdp_flat"]
 """Engines that may freeze a part of a unit's weights."""
-
-
 SEQUENCES = torch.stack([Ids()[index] for index in range(4)]).view(2, 2, -1)
 RATE = 2.0**20
 """A learning rate with which an SGD step leaves weights that are the gradients: also in bfloat16 it rounds away the

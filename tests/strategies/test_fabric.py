@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lt_tiled
 from lt_tiled import ActivationCheckpointing
 from lt_tiled.callbacks import OffloadedCheckpointing, TiledMLP
-from lt_tiled.fabric import TiledDDPStrategy, TiledSingleDeviceStrategy
+from lt_tiled.fabric import TiledSingleDeviceStrategy
 from tests.architectures import ARCHITECTURES
 from tests.lit import replaced
 from tests.models import TinyLM, lm_loss
@@ -68,7 +68,6 @@ def test_registered_names() -> None:
         kind = type(Fabric(strategy=name, accelerator="cpu", devices=1).strategy)
         assert kind is getattr(lt_tiled.fabric, kind.__name__)
         assert str(kind) == f"<class 'lt_tiled.fabric.{kind.__name__}'>"
-    assert isinstance(Fabric(strategy="tiled_ddp", accelerator="cpu", devices=1).strategy, TiledDDPStrategy)
 
 
 @pytest.mark.parametrize("by_callback", [False, True])

@@ -28,8 +28,6 @@ from tests.lit import LitTiny, logged, replaced, trainer
 from tests.models import Block, TinyLM
 from tests.parity import near
 
-STRATEGIES = lt_tiled.fabric.__all__
-
 
 def tiled(**kwargs: Any) -> TiledSingleDeviceStrategy:
     return TiledSingleDeviceStrategy(**{"tiling": 4, "activation_checkpointing": True, **kwargs})
@@ -255,7 +253,8 @@ def test_figures_of_micro_batches_are_logged_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", [getattr(module, name) for module in (lt_tiled.trainer, lt_tiled.fabric) for name in STRATEGIES]
+    "strategy",
+    [getattr(module, name) for module in (lt_tiled.trainer, lt_tiled.fabric) for name in lt_tiled.fabric.__all__],
 )
 def test_defaults_are_those_of_the_parent(strategy: type) -> None:
     """A strategy with its defaults has the settings of Lightning's own with its defaults."""
