@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
-import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
 from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.planner import simulate
-from lt_tiled.planner.job import Job, make_job
+from lt_tiled.planner.job import make_job
 from lt_tiled.planner.ledger import Ledger
-from lt_tiled.planner.search import plan
 from tests.lit import trainer
 
 LLAMA = {
@@ -30,29 +26,6 @@ LLAMA = {
 }
 SMALL = {**LLAMA, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 192}
 """The model of real steps: its weights and the activations of ``TOKENS`` tokens take as many bytes as each other."""
-MIXTRAL = {**SMALL, "model_type": "mixtral", "num_local_experts": 4}
-TWO = {**SMALL, "num_hidden_layers": 2}
-_NO_GROUPS = {key: value for key, value in TWO.items() if key != "num_key_value_heads"}
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": {**TWO, "model_type": "qwen3", "head_dim": 16},
-    "gemma3": {
-        **TWO,
-        "model_type": "gemma3_text",
-        "head_dim": 16,
-        "sliding_window": 256,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "mistral": {**TWO, "model_type": "mistral", "sliding_window": 256},
-    "phi": {**TWO, "model_type": "phi"},
-    "phi3": {**TWO, "model_type": "phi3", "pad_token_id": 0},
-    "gpt_neox": {**_NO_GROUPS, "model_type": "gpt_neox"},
-    "olmo2": {**TWO, "model_type": "olmo2"},
-    "mixtral": {**TWO, "model_type": "mixtral", "num_local_experts": 4},
-    "falcon": {key: value for key, value in _NO_GROUPS.items() if key != "intermediate_size"}
-    | {"model_type": "falcon"},
-    "LoRA": TWO,
-}
-"""Models with a small geometry."""
 TOKENS = 960
 
 
@@ -130,17 +103,3 @@ def predicted(strategy: Any, devices: int = 1, module: type[CausalLM] = CausalLM
         .simulate()
         .peak
     )
-
-
-def assert_two_stand_for_all(job: Job, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Assert that a simulation of two tiles of each size has the parts, the peak and the FLOPs of one of all."""
-
-    def figures() -> Any:
-        run = plan(job, tokens).simulation
-        return run.parts_at(run.peak_at), run.peak, run.forward_flops, run.flops, len(run.allocations)
-
-    *two, few = figures()
-    monkeypatch.setattr(simulate, "first_two_tiles", lambda ledger: nullcontext())
-    *every, many = figures()
-    assert two == every
-    assert few < many

@@ -55,17 +55,24 @@ def test_sharded_over_other_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert "zero3 over 64 ranks" in planned(capsys, *strategy, "--devices=64")
 
 
+@pytest.mark.full
 def test_settings_that_fit_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """What ``--find settings`` writes is taken by ``fit`` as a second config, which changes nothing else of the
-    first.
+    """What ``--find settings`` writes is taken by ``fit`` as a second config, which changes nothing else of the first.
+    What a strategy's name stands for is kept; so is how many ranks share a sequence.
     """
-    text = planned(capsys, SMALL, "--seq=8192", "--memory=80MiB", "--find=settings", "--output=found.yaml")
+    strategy = ("--trainer.strategy=ddp_find_unused_parameters_true", "--devices=2")
+    text = planned(capsys, SMALL, *strategy, "--seq=16384", "--memory=62MiB", "--find=settings", "--output=found.yaml")
     assert "Written to found.yaml" in text
-    found = yaml.safe_load(Path("found.yaml").read_text())
+    assert "16384 tokens, shared by 2 ranks" in text
+    assert "each sequence shared by 2 ranks" in text
+    found = yaml.safe_load(Path("found.yaml").read_text())["trainer"]["strategy"]
+    assert found["class_path"] == "lt_tiled.TiledDDPStrategy"
     both = config(capsys, "--config", QUICKSTART, SMALL, "--config", "found.yaml")
     init = both["trainer"]["strategy"]["init_args"]
-    assert found["trainer"]["strategy"]["init_args"]["tiling"]["num_shards"] == init["tiling"]["num_shards"]
-    assert both["data"]["init_args"]["seq_len"] == 8192
+    assert found["init_args"]["tiling"]["num_shards"] == init["tiling"]["num_shards"]
+    assert init["sequence_parallel"]["size"] == 2
+    assert init["find_unused_parameters"] is True
+    assert both["data"]["init_args"]["seq_len"] == 16384
     first = config(capsys, "--config", QUICKSTART, SMALL)
     assert both["model"] == first["model"]
     assert {k: v for k, v in both["trainer"].items() if k != "strategy"} == {
@@ -73,30 +80,37 @@ def test_settings_that_fit_run(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixture[str]) -> None:
+    """Other settings of the first config do not remain next to what was found."""
+    Path("first.yaml").write_text(
+        "trainer: {accelerator: cpu, strategy: {class_path: lt_tiled.TiledDDPStrategy, init_args: "
+        "{tiling: {tile_tokens: 512}, activation_checkpointing: {offload: disk, keep_last: 3}}}}\n"
+    )
+    given = ("--config", "first.yaml", SMALL, "--seq=8192", "--memory=80MiB")
+    planned(capsys, *given, "--find=settings", "--output=found.yaml")
+    trainer = config(capsys, "--config", QUICKSTART, "--config", "first.yaml", "--config", "found.yaml")["trainer"]
+    init = trainer["strategy"]["init_args"]
+    assert init["tiling"]["tile_tokens"] is None
+    assert (init["activation_checkpointing"]["offload"], init["activation_checkpointing"]["keep_last"]) == (None, 1)
+
+
 @pytest.mark.full
 def test_longest_and_picture(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--find max-seq`` prints the longest length, and the picture is drawn."""
-    text = planned(capsys, SMALL, "--memory=20MiB", "--find=max-seq", "--plot=step.svg")
-    assert "It fits into 20.0 MiB" in text
-    assert "seq_len: " in text
-    assert Path("step.svg").stat().st_size > 10_000
-
-
-@pytest.mark.full
-def test_counts_of_ones_own_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--find max-seq`` keeps the settings that it was given, a number of tiles among them, and writes them."""
-    planned(capsys, SMALL, "--memory=20MiB", "--find=max-seq", "--trainer.strategy=tiled", "--output=plain.yaml")
+    """``--find max-seq`` prints the longest length, keeps the settings that it was given, a number of tiles among them,
+    and writes them; the picture is drawn.
+    """
     strategy = (
         "--trainer.strategy=lt_tiled.TiledSingleDeviceStrategy",
         "--trainer.strategy.tiling=8",
         "--trainer.strategy.activation_checkpointing=true",
     )
-    planned(capsys, SMALL, "--memory=20MiB", "--find=max-seq", *strategy, "--output=own.yaml")
-    plain, own = (
-        yaml.safe_load(Path(f"{name}.yaml").read_text())["trainer"]["strategy"]["init_args"]
-        for name in ("plain", "own")
-    )
-    assert (plain["tiling"]["num_shards"], own["tiling"]["num_shards"]) == ("auto", 8)
+    found = ("--find=max-seq", "--plot=step.svg", "--output=own.yaml")
+    text = planned(capsys, SMALL, "--memory=20MiB", *found, *strategy)
+    assert "It fits into 20.0 MiB" in text
+    assert "seq_len: " in text
+    assert Path("step.svg").stat().st_size > 10_000
+    own = yaml.safe_load(Path("own.yaml").read_text())["trainer"]["strategy"]["init_args"]
+    assert own["tiling"]["num_shards"] == 8
 
 
 REFUSED = {
@@ -144,34 +158,3 @@ def test_own_model(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(capsys.readouterr().out.split())
     assert "TinyLM, 512 tokens" in text
     assert "single, num_shards=auto, activation checkpointing" in text
-
-
-@pytest.mark.full
-def test_settings_replace_those_of_the_first_config(capsys: pytest.CaptureFixture[str]) -> None:
-    """Other settings of the first config do not remain next to what was found, and what a strategy's name stands for is
-    kept.
-    """
-    Path("first.yaml").write_text(
-        "trainer: {accelerator: cpu, strategy: {class_path: lt_tiled.TiledDDPStrategy, init_args: "
-        "{tiling: {tile_tokens: 512}, activation_checkpointing: {offload: disk, keep_last: 3}}}}\n"
-    )
-    planned(
-        *(capsys, "--config", "first.yaml", SMALL, "--seq=8192", "--memory=80MiB"),
-        *("--find=settings", "--output=found.yaml"),
-    )
-    init = config(capsys, "--config", QUICKSTART, "--config", "first.yaml", "--config", "found.yaml")["trainer"][
-        "strategy"
-    ]["init_args"]
-    assert init["tiling"]["tile_tokens"] is None
-    assert (init["activation_checkpointing"]["offload"], init["activation_checkpointing"]["keep_last"]) == (None, 1)
-    named = (
-        SMALL,
-        "--trainer.strategy=ddp_find_unused_parameters_true",
-        "--memory=1GiB",
-        "--find=settings",
-        "--output=named.yaml",
-    )
-    planned(capsys, *named)
-    strategy = yaml.safe_load(Path("named.yaml").read_text())["trainer"]["strategy"]
-    assert strategy["class_path"] == "lt_tiled.TiledDDPStrategy"
-    assert strategy["init_args"]["find_unused_parameters"] is True
