@@ -81,16 +81,16 @@ class Architecture:
         return (self.inputs or _text)(model)
 
 
-def _ids(length: int = LENGTH) -> torch.Tensor:
-    return torch.randint(3, VOCAB, (BATCH, length), generator=torch.Generator().manual_seed(1))
+def _ids() -> torch.Tensor:
+    return torch.randint(3, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 def _text(model: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": _ids(), "labels": _ids()}
 
 
-def _pixels(model: Any, channels: int = 3) -> torch.Tensor:
-    return torch.randn(BATCH, channels, 64, 64, generator=torch.Generator().manual_seed(2)).to(model.dtype)
+def _pixels(model: Any) -> torch.Tensor:
+    return torch.randn(BATCH, 3, 64, 64, generator=torch.Generator().manual_seed(2)).to(model.dtype)
 
 
 def _images(model: Any) -> dict[str, torch.Tensor]:
@@ -100,10 +100,6 @@ def _images(model: Any) -> dict[str, torch.Tensor]:
 def _speech(model: Any) -> dict[str, torch.Tensor]:
     sound = torch.randn(BATCH, 16, 2 * LENGTH, generator=torch.Generator().manual_seed(2)).to(model.dtype)
     return {"input_features": sound, "labels": _ids()}
-
-
-def _two_classes(model: Any) -> dict[str, torch.Tensor]:
-    return {"input_ids": _ids(), "labels": torch.tensor([0, 1])}
 
 
 def _spectrum(model: Any) -> dict[str, torch.Tensor]:

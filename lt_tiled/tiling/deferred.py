@@ -142,7 +142,7 @@ class DeferredCall(Deferred):
         """Answer what is asked of the gradient from this tensor's own place in the graph."""
         if func not in _OF_THE_GRADIENT or self._changed():
             return NotImplemented
-        if func not in READS and not (func is Tensor.register_hook and _tracks(args[1])):
+        if func not in _READS and not (func is Tensor.register_hook and _tracks(args[1])):
             if self.runs_in_neighbor:
                 raise RuntimeError(
                     f"{self.call.patch.name}: its output went into the tiles of what follows, so there is no gradient"
@@ -266,8 +266,8 @@ _METADATA = _getters("shape", "dtype", "device", "ndim", "layout") | {
         for name in ("size", "dim", "ndimension", "numel", "stride", "is_floating_point", "__len__")
     )
 }
-READS = _getters("requires_grad", "grad_fn", "is_leaf", "grad")
-_OF_THE_GRADIENT = READS | {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward}
+_READS = _getters("requires_grad", "grad_fn", "is_leaf", "grad")
+_OF_THE_GRADIENT = _READS | {Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward}
 
 
 def _tracks(hook: Any) -> bool:

@@ -88,7 +88,7 @@ _NUMBERS = ENGINES | {"layer_idx"}
 
 
 def _kind(call: TiledCall, inputs: Sequence[Tensor]) -> Hashable:
-    """Return what is equal for calls of modules of the same classes, shapes, dtypes and flags."""
+    """Return what is equal for calls of modules of the same classes, shapes, dtypes, flags, numbers and functions."""
     facts: list[Any] = [call.mode]
     for part in call.work.parts:
         facts.append(type(part))

@@ -24,7 +24,6 @@ _NONE = _EAGER + "use another model"
 _ENCODER = "is an encoder-decoder, .* use a decoder-only model"
 _UNSEEN = r"None of its attention was seen.* Use the sdpa, flash or flex attention"
 _BETWEEN = r"needs all tokens between its blocks, .* call it without what it uses there"
-_IMAGE = r"cannot run on 9 tokens, .* SequenceParallel\(targets=...\)"
 _BLOCKS = r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)"
 REFUSED = {
     "BART": _ENCODER,
