@@ -237,7 +237,7 @@ def sampled(tensor: Tensor) -> Tensor | None:
         strides = zip(tensor.shape, tensor.stride(), strict=True)
         if sum((size - 1) * stride for size, stride in strides) + 1 != count:
             return None
-    if count == 0:
+    if count == 0 or tensor.untyped_storage().nbytes() == 0:  # FSDP has freed the weight
         return None
     step = count // SAMPLES | 1  # odd, so that it does not meet the same feature of each token
     return tensor.detach().as_strided(((count - 1) // step + 1,), (step,), tensor.storage_offset())

@@ -76,16 +76,17 @@ class WrapsByHand(LitTiny):
 
 def fit_losses(engine: str, model: type[LitTiny], options: dict[str, Any]) -> list[float]:
     module = model()
-    trainer(strategy(lt_tiled, engine, tiling=4, **options), devices=dist.get_world_size()).fit(module)
+    trainer(strategy(lt_tiled, engine, **{"tiling": 4, **options}), devices=dist.get_world_size()).fit(module)
     return module.losses
 
 
-@pytest.mark.table("hybrid|cpu offload|by hand")
+@pytest.mark.table("policy of norms|cpu offload|by hand")
 @pytest.mark.parametrize(
     ("model", "options"),
     [
         (LitTiny, {"auto_wrap_policy": {Block}}),
         (LitTiny, {"auto_wrap_policy": ModuleWrapPolicy({GatedMLP})}),
+        (LitTiny, {"auto_wrap_policy": {nn.LayerNorm}, "tiling": False}),
         (LitTiny, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (1, 2)}),
         (LitTiny, {"sharding_strategy": "SHARD_GRAD_OP"}),
         (LitTiny, {"sharding_strategy": "NO_SHARD"}),
@@ -95,6 +96,7 @@ def fit_losses(engine: str, model: type[LitTiny], options: dict[str, Any]) -> li
     ids=[
         "policy of blocks",
         "policy of tiled modules",
+        "policy of norms",
         "hybrid",
         "gradients only",
         "no sharding",

@@ -54,11 +54,8 @@ def tensor_parallel_losses(tiled: bool, checked: bool, directory: str) -> tuple[
     return losses, tiles
 
 
-CHECKED = pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="it indexes DTensors with a mask"))
-
-
 @pytest.mark.self_checks
-@pytest.mark.parametrize("checked", [False, CHECKED])
+@pytest.mark.parametrize("checked", [False, True])
 def test_tensor_parallel_plan(checked: bool, world: World, tmp_path: Path) -> None:
     """A tiled MLP whose projections are split over the ranks has the losses of one that is not tiled, with its blocks
     offloaded, too. Ranks compare their tilings also where a function, which cannot be sent, chooses the modules.
