@@ -48,7 +48,7 @@ def test_readme(wheel: Path) -> None:
     text = zipfile.ZipFile(wheel).read(f"lt_tiled-{lt_tiled.__version__}.dist-info/METADATA").decode()
     assert re.findall(r"\]\((?!http)", text) == []
     assert "| engine | strategy | name | config |" in text
-    assert "Settings lists them in the order of their cost" in text
+    assert "Settings lists all settings in the order of their cost" in text
 
 
 @pytest.mark.full

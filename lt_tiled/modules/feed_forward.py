@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parameter import is_lazy
 
 from lt_tiled.modules.find import has_forward, unwrapped, walk
 
@@ -130,6 +131,8 @@ def cannot_be_tiled(part: nn.Module) -> str | None:
     """Return why a module cannot run in tiles although a few tokens may not show it."""
     if isinstance(part, torch.jit.ScriptModule):
         return "whose compiled code computes with its own weights"
+    if any(is_lazy(weight) for weight in part._parameters.values()):
+        return "whose weights have no shape before its first call"
     if isinstance(part, _BatchNorm):
         return "whose statistics in training depend on all tokens"
     # Switch Transformers' expert_capacity: a router sends its experts a limited number of tokens.
