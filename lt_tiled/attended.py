@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
-from lt_tiled.kept import Kept, current_kept
+from lt_tiled.kept import current_kept, unpacked
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.offload.geometry import storage_key
 from lt_tiled.policies import Keep
@@ -35,7 +35,7 @@ def attended(what: Keep, compute: Callable[..., Tensor], *inputs: Tensor) -> Ten
         return compute(*inputs)
 
     def run() -> tuple[_Graph | None, Tensor | None]:
-        recomputed = _Recomputed(kept, inputs if what == "attention_output" else ())
+        recomputed = _Recomputed(kept.pack, kept.unpack, inputs if what == "attention_output" else ())
         with torch.enable_grad(), saved_tensors_hooks(recomputed.pack, lambda packed: packed()):
             link = torch.empty(0, device=inputs[0].device, requires_grad=True)
             begun = [_Begin.apply(link, t.detach()) if t.requires_grad else t for t in inputs]
@@ -103,8 +103,11 @@ class _Recomputed:
         inputs: The inputs that are recomputed.
     """
 
-    def __init__(self, kept: Kept, inputs: Sequence[Tensor]) -> None:
-        self._kept = kept
+    def __init__(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], inputs: Sequence[Tensor]
+    ) -> None:
+        # Not the block's Kept, which holds the graph that saves these: no collector sees a cycle through a graph.
+        self._pack, self._unpack = pack, unpack
         self._places = {storage_key(tensor): place for place, tensor in enumerate(inputs)}
         self.layouts = [_layout(tensor) for tensor in inputs]
         self.inputs: Sequence[Tensor] = ()
@@ -114,7 +117,7 @@ class _Recomputed:
         """Return what gives a saved tensor back."""
         place = self._places.get(storage_key(tensor))
         if place is None or tensor.dtype != self.layouts[place][0] or tensor.is_conj() or tensor.is_neg():
-            return partial(self._kept.unpacked, version_of(tensor), self._kept.pack(tensor))
+            return partial(unpacked, self._unpack, version_of(tensor), self._pack(tensor))
         form = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         return lambda: self.inputs[place].as_strided(*form)
 

@@ -103,21 +103,22 @@ class Kept:
         if not keeps_graph():
             self._values[place] = None  # no second backward pass will need it
         return pytree.tree_unflatten(
-            [leaf if version is None else self.unpacked(version, leaf) for version, leaf in packed], form
+            [leaf if version is None else unpacked(self.unpack, version, leaf) for version, leaf in packed], form
         )
 
-    def unpacked(self, version: int, packed: Any) -> Tensor:
-        """Return a packed tensor that had this version.
 
-        Raises:
-            RuntimeError: If it was changed in place since.
-        """
-        if isinstance(packed, Tensor) and version_of(packed) != version:
-            raise RuntimeError(
-                f"A tensor of shape {list(packed.shape)} that a block keeps for its recompute was changed in place"
-                " after the block. Make the change out of place, or keep something else in ActivationCheckpointing."
-            )
-        return self.unpack(packed)
+def unpacked(unpack: Callable[[Any], Tensor], version: int, packed: Any) -> Tensor:
+    """Unpack a tensor that had this version.
+
+    Raises:
+        RuntimeError: If it was changed in place since.
+    """
+    if isinstance(packed, Tensor) and version_of(packed) != version:
+        raise RuntimeError(
+            f"A tensor of shape {list(packed.shape)} that a block keeps for its recompute was changed in place"
+            " after the block. Make the change out of place, or keep something else in ActivationCheckpointing."
+        )
+    return unpack(packed)
 
 
 current_kept: ContextVar[Kept | None] = ContextVar("kept", default=None)

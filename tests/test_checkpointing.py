@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -390,3 +391,21 @@ def test_a_weight_that_is_written_with_the_same_values() -> None:
             model[0].up.weight.mul_(1.001)
         with pytest.raises(RuntimeError, match=r"Touching: .*changed in place"):
             loss.backward()
+        model(x)
+        loss = model(x).square().sum()
+        with torch.no_grad():
+            model[0].up.weight.copy_(model[0].up.weight.roll(1, 0))
+        with pytest.raises(RuntimeError, match=r"Touching: .*changed in place"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("keep", [None, "attention", "attention_output"])
+def test_a_graph_without_a_backward_pass_is_freed(keep: Any) -> None:
+    """What blocks save and keep goes with the graph, also if an exception or the user drops it."""
+    model, alive = tiny_llama(), []
+    with prepare(model, tiling=None, activation_checkpointing=ActivationCheckpointing(keep=keep)):
+        for _ in range(3):
+            model(input_ids=IDS, labels=IDS)
+            gc.collect()
+            alive.append(sum(type(held) is Tensor for held in gc.get_objects()))
+    assert alive[2] == alive[1]
