@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from itertools import chain, pairwise
 from math import ceil, prod
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.layout import TokenShape, describe_output
 from lt_tiled.tiling.observe import History, Observation
-from lt_tiled.tiling.places import ENGINES
+from lt_tiled.tiling.places import ATOMS, Attributes
 from lt_tiled.tiling.recompute import (
     TOLERANCE,
     PlainSavedTensors,
@@ -81,21 +80,18 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor]) -> None:
             owner.passed.add(kind)
 
 
-_TELL_APART = (int, float, FunctionType, BuiltinFunctionType)
-"""Types of attributes that tell modules of one class apart, besides the flags and names of the mode."""
-_NUMBERS = ENGINES | {"layer_idx"}
-"""Attributes that number modules, which are alike otherwise."""
-
-
 def _kind(call: TiledCall, inputs: Sequence[Tensor]) -> Hashable:
-    """Return what is equal for calls of modules of the same classes, shapes, dtypes, flags, numbers and functions."""
+    """Return what is equal for calls of modules of the same classes, shapes, dtypes and attributes."""
     facts: list[Any] = [call.mode]
     for part in call.work.parts:
         facts.append(type(part))
-        for name, value in part.__dict__.items():
-            if type(value) in _TELL_APART and name not in _NUMBERS:
-                facts.append((name, value))
-        for tensor in (*part._parameters.values(), *part._buffers.values()):
+        for name, value in Attributes("", part.__dict__).read().items():
+            # Numbers, names and containers of them by value; functions, settings and tensors by identity.
+            plain = all(type(leaf) in ATOMS for leaf in pytree.tree_leaves(value))
+            facts.append((name, repr(value) if plain else id(value)))
+        for name, buffer in part._buffers.items():
+            facts.append((name, id(buffer)))
+        for tensor in part._parameters.values():
             if tensor is not None:
                 facts.append((tensor.shape, tensor.dtype, tensor.requires_grad))
     for tensor, per_token in zip(inputs, call.per_token, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -549,6 +550,9 @@ OTHER_KINDS: dict[str, Callable[[Any], object]] = {
     "training mode": lambda mlp: mlp.eval(),
     "frozen weight": lambda mlp: mlp.up.weight.requires_grad_(False),
     "number": lambda mlp: setattr(mlp, "offset", 0.5),
+    "settings": lambda mlp: setattr(mlp, "config", SimpleNamespace(mix=True)),
+    "containers": lambda mlp: setattr(mlp, "factors", {"mix": 0.5}),
+    "buffer": lambda mlp: mlp.register_buffer("scale", torch.ones(1)),
     "function": lambda mlp: setattr(mlp, "squash", torch.sigmoid),
     "hook": lambda mlp: mlp.register_forward_hook(lambda module, args, output: output * 1),
 }
