@@ -23,7 +23,7 @@ from lt_tiled.lm import CausalLM, TextFiles
 from tests.engines.cells import strategy
 from tests.lit import trainer
 from tests.parity import near, rounding
-from tests.sequence_parallel.models import GPT, H, causal, ids
+from tests.sequence_parallel.models import GPT, VOCAB, H, causal, ids
 from tests.sequence_parallel.test_engines import MODELS, Lit, batches, error, loss_and_logits
 from tests.world import World, world_of
 
@@ -147,17 +147,40 @@ class Dropping(GPT):
         self.embed = nn.Sequential(self.embed, nn.Dropout(0.3))
 
 
-def dropped() -> str:
+class Encoder(nn.Module):
+    """Has the blocks, and is given what dropout left of the embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = GPT().blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.dropout, self.encoder = nn.Embedding(VOCAB, H), nn.Dropout(0.3), Encoder()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.encoder(self.dropout(self.embed(input_ids))).square().mean()
+
+
+def dropped(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    model = Dropping()
+    model = kind()
     torch.manual_seed(dist.get_rank())
     with lt_tiled.prepare(model, sequence_parallel=2):
-        return str(float(model(ids(2, 24), ids(2, 24)).detach()))
+        model(ids(2, 24), ids(2, 24)).backward()
 
 
-def test_dropout_before_the_blocks(world: World) -> None:
-    """Dropout of embeddings, which differs between ranks, is no other batch."""
-    world(dropped)
+@pytest.mark.parametrize("kind", [Dropping, Nested])
+def test_dropout_before_the_blocks(kind: type[nn.Module], world: World) -> None:
+    """Dropout of embeddings, which differs between ranks, is no other batch, whichever module has the blocks."""
+    world(dropped, kind)
 
 
 # Evaluation
