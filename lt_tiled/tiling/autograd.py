@@ -83,10 +83,11 @@ class TiledFunction(torch.autograd.Function):
     @without_compiler
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: TiledCall = ctx.call
-        if torch.is_grad_enabled() or is_transformed():
+        batched = any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients)
+        if torch.is_grad_enabled() or is_transformed() or batched:
             raise RuntimeError(
-                f"{call.patch.name}: a backward pass through tiles cannot be differentiated or transformed"
-                " (create_graph=True): call lt_tiled.untile() on the module, or set tiling=False."
+                f"{call.patch.name}: a backward pass through tiles cannot be differentiated, transformed or batched"
+                " (create_graph, is_grads_batched): call lt_tiled.untile() on the module, or set tiling=False."
             )
         try:
             saved = ctx.anchor.saved_tensors

@@ -69,11 +69,18 @@ Parameters = ParamSpec("Parameters")
 
 
 def _sums(weight: Tensor) -> Tensor | None:
-    """Return two sums, in float64, that show whether the values changed; ``None`` while ZeRO-3 has them elsewhere."""
+    """Return sums, in float64, that show whether the values changed; ``None`` while ZeRO-3 has them elsewhere.
+
+    The first shows values that are larger or smaller, the others values that are at other places.
+    """
     if weight.numel() == 0:
         return None
     values = weight.detach()  # else torch's checkpoint would see what the sums save
-    return torch.stack([values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, dtype=torch.float64)])
+    sums = [torch.linalg.vector_norm(values, dtype=torch.float64)]
+    for rows in (values.reshape(len(values), -1), values.reshape(-1, values.shape[-1]).T):
+        places = torch.arange(1, len(rows) + 1, dtype=torch.float64, device=values.device)
+        sums.append(rows.sum(1, dtype=torch.float64) @ places)
+    return torch.stack(sums)
 
 
 def _without_function_modes(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

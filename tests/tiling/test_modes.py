@@ -129,10 +129,12 @@ def test_what_cannot_go_through_tiles(name: str) -> None:
 
 
 def test_create_graph() -> None:
-    """A backward pass with ``create_graph=True`` is refused with the module's name and the remedy."""
+    """A backward pass that is differentiated or batched is refused with the module's name and the remedy."""
     m, x = tile(GatedMLP(), num_shards=4), randn(1, 40, H).requires_grad_()
-    with pytest.raises(RuntimeError, match=r"GatedMLP: .*cannot be differentiated.*create_graph=True.*untile"):
+    with pytest.raises(RuntimeError, match=r"GatedMLP: .*cannot be differentiated.*create_graph.*untile"):
         torch.autograd.grad(m(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"GatedMLP: .*or batched.*is_grads_batched.*untile"):
+        torch.autograd.grad(m(x), x, torch.ones(2, 1, 40, H), is_grads_batched=True)
 
 
 def _dual(m: nn.Module, x: Tensor) -> Any:
