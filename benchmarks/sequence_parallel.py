@@ -423,7 +423,7 @@ def exact_costs(worlds: Worlds, size: Size, sizes: tuple[int, ...] = (2, 4)) -> 
         " The other ones belong to the loss: an all-reduce, and scatters that stand for a reduce-scatter on gloo. Bytes"
         f" are those that the step of {size.tokens} tokens allocates, without weights, on the rank with the most,"
         " relative to one process with or without activation checkpointing. Gradients of the weights are among them,"
-        " and not divided. The all-gather of lt_tiled compares batches, on the host. Exact, on the CPU."
+        " and not divided. The two all-gathers of lt_tiled compare batches, on the host. Exact, on the CPU."
     ]
     ways = {name: way for name, way in WAYS.items() if way.system in _here()}
     worlds.measure("one process", 1, set_up, list(ALONE), size)

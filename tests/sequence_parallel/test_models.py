@@ -25,6 +25,7 @@ _ENCODER = "is an encoder-decoder, .* use a decoder-only model"
 _UNSEEN = r"None of its attention was seen.* Use the sdpa, flash or flex attention"
 _BETWEEN = r"needs all tokens between its blocks, .* call it without what it uses there"
 _BLOCKS = r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)"
+_LAYERS = "has layers of the kinds .* use a model with attention to all tokens, Mamba 2"
 REFUSED = {
     "BART": _ENCODER,
     "BLOOM": _NONE,
@@ -35,10 +36,13 @@ REFUSED = {
     "GPT-J": _EAGER + "load it with attn_implementation='flash_attention_2'",
     "GPT-Neo": _EAGER + "load it with attn_implementation='flash_attention_2'",
     "Hiera": _NONE,
+    "Jamba": _LAYERS,
     "LeViT": _NONE,
     "Llama 3.2 (image and text)": "was given cross_attention_states.* use a decoder-only model",
     "Longformer": _NONE,
-    "MPT": _NONE,
+    "MPT": "needs as many query heads .* has 1: use sequence_parallel=1 or less",
+    "Mamba": _LAYERS,
+    "MiniMax": _LAYERS,
     "Qwen 3-VL": _BETWEEN,
     "RWKV": _NONE,
     "Swin": r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)",
