@@ -109,6 +109,7 @@ IN_TORCH = {
     "_BatchNorm": "nn.modules.batchnorm",
     "_C": "",
     "_ConvNd": "nn.modules.conv",
+    "_functorch": "_C",
     "_NormBase": "nn.modules.batchnorm",
     "_autograd": "_C",
     "_base": "Tensor",

@@ -83,7 +83,10 @@ class TiledFunction(torch.autograd.Function):
     @without_compiler
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: TiledCall = ctx.call
-        batched = any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients)
+        batched = False
+        for gradient in gradients:  # no public name tells those of is_grads_batched=True
+            if gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
+                batched = True
         if torch.is_grad_enabled() or is_transformed() or batched:
             raise RuntimeError(
                 f"{call.patch.name}: a backward pass through tiles cannot be differentiated, transformed or batched"
