@@ -131,7 +131,7 @@ def cannot_be_tiled(part: nn.Module) -> str | None:
     """Return why a module cannot run in tiles although a few tokens may not show it."""
     if isinstance(part, torch.jit.ScriptModule):
         return "whose compiled code computes with its own weights"
-    if any(is_lazy(weight) for weight in part._parameters.values()):
+    if any(weight is not None and is_lazy(weight) for weight in part._parameters.values()):
         return "whose weights have no shape before its first call"
     if isinstance(part, _BatchNorm):
         return "whose statistics in training depend on all tokens"

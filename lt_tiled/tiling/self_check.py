@@ -85,15 +85,15 @@ def _kind(call: TiledCall, inputs: Sequence[Tensor]) -> Hashable:
     facts: list[Any] = [call.mode]
     for part in call.work.parts:
         facts.append(type(part))
-        for name, value in Attributes("", part.__dict__).read().items():
+        for name, value in sorted(Attributes("", part.__dict__).read().items()):
             # Numbers, names and containers of them by value; functions, settings and tensors by identity.
             plain = all(type(leaf) in ATOMS for leaf in pytree.tree_leaves(value))
             facts.append((name, repr(value) if plain else id(value)))
         for name, buffer in part._buffers.items():
             facts.append((name, id(buffer)))
-        for tensor in part._parameters.values():
-            if tensor is not None:
-                facts.append((tensor.shape, tensor.dtype, tensor.requires_grad))
+        for weight in part._parameters.values():
+            if weight is not None:
+                facts.append((weight.shape, weight.dtype, weight.requires_grad))
     for tensor, per_token in zip(inputs, call.per_token, strict=True):
         shape = tensor.shape[len(call.shape.lead) :] if per_token else tensor.shape
         facts.append((shape, tensor.dtype))
