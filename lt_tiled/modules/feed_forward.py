@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
-from lt_tiled.modules.find import has_forward, unwrapped, walk
+from lt_tiled.modules.find import has_forward, unwrapped, walk, walk_all
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def find_feed_forwards(root: nn.Module, path: str, top: bool = False) -> Iterato
     if method is not None:
         apart = method != "feed_forward_chunk"  # the others leave the norms to the block
         parts = tuple(n for n, m in unwrapped_children(root) if not (mixes_tokens(n, m) or (apart and is_norm(m))))
-        if feed_forward_widths(*(root.get_submodule(n) for n in parts)) is not None:
+        if _widths(root.get_submodule(n) for n in parts) is not None:
             yield Tileable.of_method(path, root, method, parts=parts, parent=root, before=before)
             return
     for name, child in unwrapped_children(root):
@@ -155,10 +156,83 @@ def mixes_tokens(name: str, module: nn.Module) -> bool:
 
 def _widens(module: nn.Module) -> bool:
     """Whether projections lead to a larger size and back, or to experts whose projections do."""
-    return any(name == "experts" for name, _ in module.named_children()) or feed_forward_widths(module) is not None
+    return any(name == "experts" for name, _ in module.named_children()) or _widths([module]) is not None
 
 
-def feed_forward_widths(*modules: nn.Module) -> tuple[int, int] | None:
+@dataclass(frozen=True)
+class MLPSizes:
+    """The sizes of an MLP, a mixture of experts or a norm, from which the size of its tiles follows."""
+
+    hidden: int
+    """``hidden_size``."""
+    intermediate: int
+    """``intermediate_size``: of a mixture, that of a gated MLP with as many weights as a token uses; of a norm,
+    ``hidden_size``.
+    """
+    summed: int
+    """The elements of the weights whose gradients each tile sums: those of all experts, because the tokens of a tile
+    use all; 0 if all are frozen."""
+    used: int
+    """The elements of the weights that one token uses: of a mixture, those of its ``top_k`` experts, and what all
+    tokens share."""
+
+    @classmethod
+    def dense(cls, hidden: int, intermediate: int) -> MLPSizes:
+        """Return the sizes of an MLP of which each token uses all, with three weights as a gated one has."""
+        weights = 3 * hidden * intermediate
+        return cls(hidden, intermediate, summed=weights, used=weights)
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether a tile sums the gradients of more weights than a token uses."""
+        return self.summed > self.used
+
+
+def find_sizes(*modules: nn.Module) -> MLPSizes | None:
+    """Return the sizes of a mixture of experts or an MLP, or ``None`` where its weights do not show them."""
+    weights = [pair for module in modules for pair in _weights(module)]
+    matrices = [shape[-2:] for shape, experts in weights if experts > 1 and len(shape) > 1]
+    top_k = _top_k(modules)
+    if not matrices or top_k is None:
+        widths = _widths(modules)
+        return None if widths is None else MLPSizes.dense(*widths)
+    # The first matrix leads to intermediate_size, mostly with gate and up in one, and the last one back. hidden_size is
+    # the last dimension of the first, unless the model keeps matrices the other way around (GPT-OSS, Llama 4).
+    first, last = matrices[0], matrices[-1]
+    hidden = first[-1] if first[-1] in last else first[-2]
+    used = sum(prod(shape) * min(top_k, experts) // experts for shape, experts in weights)
+    is_trained = any(weight.requires_grad for module in modules for weight in module.parameters())
+    summed = sum(prod(shape) for shape, _ in weights) if is_trained else 0
+    return MLPSizes(hidden, max(1, used // (3 * hidden)), summed, used)
+
+
+def _weights(module: nn.Module, experts: int = 1) -> Iterator[tuple[Sequence[int], int]]:
+    """Yield the shape of each weight, with the number of experts that it is of, or that its list has; else 1."""
+    for weight in module._parameters.values():
+        if weight is not None:
+            shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 leaves an empty tensor in its place
+            yield shape, shape[0] if len(shape) == 3 else experts
+    for name, child in unwrapped_children(module):
+        several = name == "experts" and isinstance(child, nn.ModuleList)
+        yield from _weights(child, len(child) if several else experts)  # type: ignore[arg-type]
+
+
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+"""The names of the number of experts that a token uses; in modules also ``top_k``, which is another one in configs."""
+
+
+def _top_k(modules: Sequence[nn.Module]) -> int | None:
+    """Return the number of experts that a token uses, from the mixture, its router or their config."""
+    for part in (part for module in modules for _, part in walk_all(module)):
+        for source, names in ((part, ("top_k", *_TOP_K)), (getattr(part, "config", None), _TOP_K)):
+            for name in names:
+                value = getattr(source, name, None)
+                if isinstance(value, int) and value > 0:
+                    return value
+    return None
+
+
+def _widths(modules: Iterable[nn.Module]) -> tuple[int, int] | None:
     """Return ``(hidden_size, intermediate_size)`` of an MLP, or ``None`` where its projections do not show them."""
     return widths_of([w for module in modules for p in projections(module) if (w := projection_sizes(p)) is not None])
 

@@ -13,8 +13,8 @@ from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.feed_forward import (
     POST,
     Tileable,
-    feed_forward_widths,
     find_feed_forwards,
+    find_sizes,
     is_norm,
     is_one_kernel,
     mixes_tokens,
@@ -88,8 +88,8 @@ def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
     """
     taken = {m for t in found for root in (*roots(t.module, t.parts), *t.before, *t.after) for m in root.modules()}
     behind = {norm: {"parent": b, "after": after} for _, b in find_blocks(model) for norm, after in _norms_of(b)}
-    sizes = (feed_forward_widths(*roots(t.module, t.parts)) for t in found)
-    hidden = next((hidden for hidden, _ in filter(None, sizes)), 1)
+    sizes = (find_sizes(*roots(t.module, t.parts)) for t in found)
+    hidden = next((known.hidden for known in sizes if known is not None), 1)
     return [
         Tileable.of_module(path, m, norm_of=hidden, **behind.get(m, {}))
         for path, m in walk(model)

@@ -117,11 +117,11 @@ class TiledCall:
             inform(f"{patch.name} runs untiled on nested tensors and DTensors", once=f"nested {patch.name}")
             return None
         arguments.refuse_gradients_inside(patch.name)
-        shape, widths = TokenShape(hidden.shape[:-1]), patch.found.widths
-        bounds = tile_bounds(patch.tiling, shape.tokens, hidden.shape[-1], widths)
+        shape, sizes = TokenShape(hidden.shape[:-1]), patch.found.sizes
+        bounds = tile_bounds(patch.tiling, shape.tokens, hidden.shape[-1], sizes)
         is_short = len(bounds) < 2 and not (patch.needs.same_order and torch.is_grad_enabled())
         if is_short:
-            bounds = tile_bounds(Tiling(num_shards=2), shape.tokens, hidden.shape[-1], widths)
+            bounds = tile_bounds(Tiling(num_shards=2), shape.tokens, hidden.shape[-1], sizes)
             if not short or len(bounds) < 2:
                 return None
         call = cls(work, patch, inputs, arguments, shape, bounds)

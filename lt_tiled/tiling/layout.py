@@ -15,34 +15,36 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
+from lt_tiled.modules.feed_forward import MLPSizes
 from lt_tiled.policies import Tiling
 
 MIN_TILE_TOKENS = 1024
 """Below this many rows a matrix multiply is too thin to be efficient; ``num_shards="auto"`` never goes below it."""
 
 
-def sums_share(tokens: int) -> float:
+def sums_share(tokens: int, summed: int = 1, used: int = 1) -> float:
     """Return the time that a tile of large weights takes for gradient sums, relative to its arithmetic.
 
-    Estimated for an H100: for each element of a weight a tile reads and writes the float32 sum, 8 bytes at 3.35 TB/s,
-    and takes 8 FLOPs per token at 400 TFLOP/s.
+    Estimated for an H100: for each element that it sums, a tile reads and writes the float32 sum, 8 bytes at 3.35 TB/s.
+    For each element that a token uses, it takes 8 FLOPs per token at 400 TFLOP/s. An MLP uses what it sums; a mixture
+    of experts uses a part of it.
     """
-    return (8 / 3.35e12) / (8 * tokens / 400e12)
+    return (8 * summed / 3.35e12) / (8 * used * tokens / 400e12)
 
 
-LARGE_TILE_TOKENS = next(size for size in (1024, 2048, 4096) if sums_share(size) <= 0.05)
+MAX_SUMS_SHARE = 0.05
+"""The largest such share with ``num_shards="auto"``."""
+LARGE_TILE_TOKENS = next(size for size in (1024, 2048, 4096) if sums_share(size) <= MAX_SUMS_SHARE)
 """The same for large weights."""
 MAX_TILE_TOKENS = 8192
 """Above it more tiles cost next to nothing: the sums of large weights take less than 2 % of the time."""
 LARGE_SUMS = 32 * 2**20
-"""The most bytes of float32 gradient sums, of three weights as in a gated MLP, that are assumed to stay in the cache of
-a GPU (an H100 has 50 MiB).
-"""
+"""The most bytes of float32 gradient sums that are assumed to stay in the cache of a GPU (an H100 has 50 MiB)."""
 
 Bounds = tuple[int, int]
 
 
-def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, widths: tuple[int, int] | None = None) -> list[Bounds]:
+def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, sizes: MLPSizes | None = None) -> list[Bounds]:
     """Cut tokens into tiles whose sizes differ by one token at most, the larger ones first.
 
     Memory that a tile frees then fits the next one. ``tile_tokens`` is the most tokens of a tile.
@@ -51,12 +53,19 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, widths: tuple[int
     as large as the hidden states of all tokens. The six such tensors that a gated MLP holds in its backward pass are
     half as large, so the peak of a block is about what attention holds (``pytest tests/planner/test_floor.py``),
     and each further tile would cost time on the host and save little. Where the size is not known it uses
-    ``ceil(tokens / hidden_size)``, as Arctic Long Sequence Training does (arXiv:2506.13996). With ``"auto"`` no tile
-    has fewer than :data:`MIN_TILE_TOKENS` tokens, or :data:`LARGE_TILE_TOKENS` for large weights, and where the size is
-    known none has more than :data:`MAX_TILE_TOKENS`. Every tile has two or
-    more: one does not show the layout of an output, and the compiler treats sizes of one apart.
+    ``ceil(tokens / hidden_size)``, as Arctic Long Sequence Training does (arXiv:2506.13996). Where the size is known no
+    tile has more than :data:`MAX_TILE_TOKENS` tokens, unless it needs as many for its gradient sums.
+
+    A mixture of experts has as many tiles as an MLP of its active ``intermediate_size``: the one with the weights that
+    a token uses, which are those of ``top_k`` experts and the shared ones. But a tile sums the gradients of all
+    experts, so it needs more tokens.
+
+    With ``"auto"`` no tile has fewer than :data:`MIN_TILE_TOKENS` tokens. Where the sums are too large for the cache,
+    none has fewer than :data:`LARGE_TILE_TOKENS`, nor so few that the sums take more than :data:`MAX_SUMS_SHARE` of the
+    time of its arithmetic. Every tile has two or more: one does not show the layout of an output, and the compiler
+    treats sizes of one apart.
     """
-    return list(_bounds(tiling.tile_tokens, tiling.num_shards, tokens, hidden_size, widths))
+    return list(_bounds(tiling.tile_tokens, tiling.num_shards, tokens, hidden_size, sizes))
 
 
 @lru_cache(maxsize=1024)  # each layer of each step asks for the same ones
@@ -65,21 +74,29 @@ def _bounds(
     num_shards: int | Literal["auto"],
     tokens: int,
     hidden_size: int,
-    widths: tuple[int, int] | None,
+    sizes: MLPSizes | None,
 ) -> tuple[Bounds, ...]:
-    rows = max(1, widths[0] // hidden_size) if widths else 1  # a norm of each head (q_norm) has several rows a token
+    rows = max(1, sizes.hidden // hidden_size) if sizes else 1  # a norm of each head (q_norm) has several rows a token
     if tile_tokens is not None:
         tiles = ceil(tokens / (tile_tokens * rows))
     elif num_shards == "auto":
-        tiles = ceil(12 * widths[1] / widths[0]) if widths else ceil(tokens / hidden_size)
-        tiles = max(tiles, ceil(tokens / (MAX_TILE_TOKENS * rows))) if widths else tiles
-        large = widths is not None and 3 * 4 * widths[0] * widths[1] > LARGE_SUMS
-        tiles = min(tiles, tokens // ((LARGE_TILE_TOKENS if large else MIN_TILE_TOKENS) * rows))
+        tiles = ceil(tokens / hidden_size)
+        if sizes:
+            tiles = max(ceil(12 * sizes.intermediate / sizes.hidden), ceil(tokens / (MAX_TILE_TOKENS * rows)))
+        tiles = min(tiles, tokens // (_least_tokens(sizes) * rows))
     else:
         tiles = num_shards
     tiles = max(1, min(tiles, tokens // 2))
     size, larger = divmod(tokens, tiles)
     return tuple(pairwise(index * size + min(index, larger) for index in range(tiles + 1)))
+
+
+def _least_tokens(sizes: MLPSizes | None) -> int:
+    """Return the tokens of the smallest tile that is worth its time."""
+    if sizes is None or 4 * sizes.summed <= LARGE_SUMS:
+        return MIN_TILE_TOKENS
+    # The share falls with the number of tokens.
+    return max(LARGE_TILE_TOKENS, ceil(sums_share(1, sizes.summed, sizes.used) / MAX_SUMS_SHARE))
 
 
 def sizes_of(bounds: Sequence[Bounds]) -> list[int]:

@@ -13,7 +13,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
-from lt_tiled.modules.feed_forward import Tileable, cannot_be_tiled, feed_forward_widths, is_one_kernel, parts_below
+from lt_tiled.modules.feed_forward import (
+    MLPSizes,
+    Tileable,
+    cannot_be_tiled,
+    find_sizes,
+    is_one_kernel,
+    parts_below,
+)
 from lt_tiled.modules.find import outermost, walk, walk_all
 from lt_tiled.modules.patch import Order, Patch, compiler, get_patch, get_patches, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
@@ -49,7 +56,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
         tileable.method,
         tileable.parts,
         below=parts_below(module) if tileable.method == "forward" else (),
-        widths=feed_forward_widths(*parts) if norm_of is None else (norm_of, norm_of),
+        sizes=find_sizes(*parts) if norm_of is None else MLPSizes.dense(norm_of, norm_of),
         before=bool(tileable.before),
         after=bool(tileable.after) or (norm_of is not None and tileable.parent is not None),
         named=tileable.named,

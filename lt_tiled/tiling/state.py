@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from lt_tiled._log import inform
+from lt_tiled.modules.feed_forward import MLPSizes
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.layout import Bounds
 from lt_tiled.tiling.observe import History
@@ -29,8 +30,8 @@ class Found:
     """The children that a method uses; ``None`` for the whole module."""
     below: tuple[str, ...] = ()
     """The paths of a mixture's experts, which are tiled where the mixture as a whole cannot be."""
-    widths: tuple[int, int] | None = None
-    """``hidden_size`` and ``intermediate_size``, which are equal for a norm."""
+    sizes: MLPSizes | None = None
+    """Its sizes, where its weights show them."""
     before: bool = False
     """Whether a norm before it may run in its tiles."""
     after: bool = False

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
+from lt_tiled.modules.feed_forward import find_sizes
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.models import GatedMLP, H
@@ -65,6 +66,46 @@ def test_recorded_router_logits_and_auxiliary_loss(name: str, caplog: pytest.Log
         assert any(row.path.endswith("experts") and row.tiles > 1 for row in tiled)
     assert "Below its router experts" in caplog.text
     assert not Report.of(model).tiled
+
+
+_ONE = 3 * 32 * 192
+"""The elements of one expert, or of the shared one."""
+
+
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [("Qwen 3 MoE", 0), ("GPT-OSS", 0), ("DeepSeek V3", _ONE), ("Qwen 2 MoE", _ONE)],
+)
+def test_sizes_are_found(name: str, shared: int) -> None:
+    """A tile sums the gradients of all four experts, and a token uses two of them, whichever way the matrices are kept.
+    Below the router the experts have the sizes of the mixture, and frozen ones have no sums.
+    """
+    model = ARCHITECTURES[name].build(torch.float32)
+    module = next(m for m in reversed(list(model.modules())) if hasattr(m, "experts"))
+    sizes = find_sizes(module)
+    assert sizes is not None
+    assert sizes.hidden == 32
+    assert sizes.summed == sum(p.numel() for p in module.parameters())
+    assert sizes.summed - sizes.used == pytest.approx(2 * _ONE, rel=0.02)
+    assert sizes.used == pytest.approx(2 * _ONE + shared, rel=0.05)
+    below = find_sizes(module.experts)
+    assert below is not None
+    assert (below.hidden, below.summed - below.used) == (32, sizes.summed - sizes.used)
+    sizes_of_frozen = find_sizes(module.requires_grad_(False))
+    assert sizes_of_frozen is not None
+    assert (sizes_of_frozen.summed, sizes_of_frozen.used) == (0, sizes.used)
+
+
+def test_sizes_of_experts_in_a_list() -> None:
+    """Experts in a list are counted, where the router or a config says how many a token uses."""
+    module = Balanced("")
+    one = find_sizes(module.shared_expert)
+    assert one is not None
+    assert find_sizes(module) == one
+    module.router.top_k = 2  # type: ignore[assignment]
+    sizes, router = find_sizes(module), 3 * H
+    assert sizes is not None
+    assert (sizes.summed, sizes.used) == (4 * one.used + router, 3 * one.used + router)
 
 
 class Balanced(nn.Module):
