@@ -53,6 +53,14 @@ def provides(device: torch.device, name: str) -> bool:
     return hasattr(getattr(torch, device.type, None), name)
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Return the bytes of memory of an accelerator, or ``None`` where its module does not tell them."""
+    if not provides(device, "mem_get_info"):
+        return None
+    _, total = torch.get_device_module(device).mem_get_info(device)
+    return int(total)
+
+
 def gib(nbytes: float) -> str:
     """Return bytes as text in GiB, or in MiB below 128 MiB."""
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.1f} MiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.logits import HeadPatch
+from lt_tiled.memory import gib, total_memory
 from lt_tiled.modules.feed_forward import mixes_tokens
 from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import get_patch, get_patches
@@ -19,6 +21,7 @@ from lt_tiled.sequence_parallel.attention import calls_attention
 from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.sharing import Sharing
 from lt_tiled.tiling.patched import TiledPatch
+from lt_tiled.tiling.weights import sum_dtype
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,6 +41,10 @@ class TiledModule:
     kind: str
     tokens: int
     tiles: int
+    sums: int = 0
+    """Bytes of the gradient sums of a mixture of experts, which each of its tiles reads and writes; 0 for others."""
+    saves: int = 0
+    """How many of these bytes ``accumulate="param"`` saves."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +83,24 @@ class Report:
     """What was offloaded so far, if anything is."""
     shared: tuple[SharedSequences, ...] = ()
     """The models whose sequences several ranks share."""
+    memory: int | None = None
+    """The bytes of memory of the device, if there are experts and it is an accelerator."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Report:
         """Return the report of a model."""
         tiled: list[TiledModule] = []
         norms: list[TiledModule] = []
-        blocks, losses, offloaded = [], [], None
+        blocks, losses, offloaded, memory = [], [], None, None
         chains: dict[Sharing, list[str]] = {}
         for path, module in walk_all(model):
             for patch in get_patches(module, TiledPatch):
                 if not patch.learned.untiled:
                     found, method = patch.found, "" if patch.method == "forward" else f".{patch.method}"
-                    row = TiledModule((path + method).lstrip("."), found.kind, *patch.learned.largest)
+                    sums, saves = _sums_of(module, patch)
+                    row = TiledModule((path + method).lstrip("."), found.kind, *patch.learned.largest, sums, saves)
                     (norms if found.guessed else tiled).append(row)
+                    memory = total_memory(next(module.parameters()).device) if sums else memory
             if (head := get_patch(module, HeadPatch)) is not None and not head.learned.untiled:
                 losses.append(TiledModule(path, head.name, *head.learned.largest))
             if (block := get_patch(module, BlockPatch)) is not None:
@@ -100,7 +111,7 @@ class Report:
             for part in get_patches(module, SharedBlock):
                 chains.setdefault(part.sharing, []).append(path)
         shared = tuple(SharedSequences(s.owner, paths[0], paths[-1], s.size) for s, paths in chains.items())
-        return cls(tuple(tiled), tuple(blocks), tuple(losses), tuple(norms), offloaded, shared)
+        return cls(tuple(tiled), tuple(blocks), tuple(losses), tuple(norms), offloaded, shared, memory)
 
     def summary(self) -> str:
         """Return one line with the number of modules of each class."""
@@ -127,6 +138,7 @@ class Report:
 
         lines = [f"peak memory of a step: {peak}"] if peak else []
         lines += self.offloaded.describe(steps, seconds) if self.offloaded is not None else []
+        lines += advise_on_sums(self.tiled, self.memory)
         if any(row.repeats_attention for row in self.blocks):
             lines.append(
                 "attention runs twice on long sequences: ActivationCheckpointing(keep='attention_output') runs it once"
@@ -152,6 +164,27 @@ class Report:
         if not table.rows:
             table.add_row("nothing")
         return table
+
+
+def _sums_of(module: nn.Module, patch: TiledPatch) -> tuple[int, int]:
+    """Return the bytes of the gradient sums of a mixture of experts, and how many ``accumulate="param"`` saves."""
+    sizes = patch.found.sizes
+    if sizes is None or not sizes.is_mixture:
+        return 0, 0
+    dtype = next(module.parameters()).dtype
+    nbytes = sizes.summed * sum_dtype(dtype, patch.tiling.accumulate).itemsize
+    return nbytes, nbytes - sizes.summed * sum_dtype(dtype, "param").itemsize
+
+
+def advise_on_sums(tiled: Sequence[TiledModule], memory: int | None) -> list[str]:
+    """Return a line that recommends ``accumulate="param"``, if one layer's sums take over a tenth of the memory."""
+    largest = max((row for row in tiled if row.saves), key=lambda row: row.sums, default=None)
+    if memory is None or largest is None or 10 * largest.sums <= memory:
+        return []
+    return [
+        f"the gradient sums of one {largest.kind} take {gib(largest.sums)}, more than a tenth of {gib(memory)}:"
+        f" Tiling(accumulate='param') saves {gib(largest.saves)} of them and rounds after each tile"
+    ]
 
 
 def _repeats_attention(block: nn.Module, patch: BlockPatch) -> bool:

@@ -21,6 +21,7 @@ from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import fake_group, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
+from lt_tiled.report import TiledModule
 from lt_tiled.tiling.layout import tiles_to_run
 from lt_tiled.tiling.state import EngineNeeds
 from lt_tiled.training_step.step import stepped_on, tensors_of
@@ -81,6 +82,8 @@ class Simulation:
     """The number of weights of the model, on all ranks together."""
     trained: int = 0
     """The number of those that get gradients."""
+    tiled: tuple[TiledModule, ...] = ()
+    """The tiled modules, apart from norms."""
 
     @property
     def forward_flops(self) -> int:
@@ -165,7 +168,8 @@ def simulate(
         weights = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         moments = (ledger.peak, ledger.peak_at, phases, ledger.clock)
-        return Simulation(*moments, alive, forward, backward, offloaded, weights, trained)
+        tiled = prepared.report().tiled
+        return Simulation(*moments, alive, forward, backward, offloaded, weights, trained, tiled)
 
 
 def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -23,6 +24,7 @@ from lt_tiled import (
 )
 from lt_tiled.errors import DoesNotFitError, SimulationError
 from lt_tiled.lm import CausalLM, TextFiles
+from lt_tiled.memory import gib
 from lt_tiled.planner import simulate
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.job import Job, make_job
@@ -104,6 +106,30 @@ def test_two_tiles_stand_for_all(config: dict[str, Any], tokens: int, monkeypatc
     *every, many = figures()
     assert two == every
     assert few < many
+
+
+EXPERTS = {**PLANNED, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+EXPERTS |= {"moe_intermediate_size": 64}
+
+
+def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan says in how many tiles experts run, and the bytes and the time of their sums. It recommends to sum in the
+    dtype of the weights where float32 sums take more than a tenth of the memory.
+    """
+    base = job(module=lambda: CausalLM(EXPERTS), precision="bf16-true")
+    found = plan(base, 4096)
+    row = found.simulation.tiled[0]
+    block = base.module.get_submodule(row.path)
+    assert (row.tokens, row.tiles) == (4096, 4)
+    assert row.sums == 2 * row.saves == 4 * sum(p.numel() for p in block.parameters())
+    moved = 2 * 4 * row.sums
+    for memory, advised in ((10 * row.sums, False), (10 * row.sums - 1, True)):
+        Console(width=1000).print(found.render(memory, "h100,memory=1000"))
+        text = capsys.readouterr().out
+        assert "Experts: 2 x Qwen3MoeSparseMoeBlock in 4 tiles of 1024 tokens." in text
+        assert f"moves {gib(moved)} of gradient sums, {moved / 1e9:.3g} ms at 1000 GB/s" in text
+        assert ("Tiling(accumulate='param') saves" in text) == advised
+    assert "Experts" not in str(plan(job()).render().renderables[1])  # of a Llama
 
 
 def test_offloaded_bytes() -> None:
