@@ -28,6 +28,7 @@ from rich.console import Console
 from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
 from benchmarks.engines import ROWS, engines
+from benchmarks.experts import experts
 from benchmarks.host import host
 from benchmarks.longest import longest
 from benchmarks.loss import loss
@@ -106,6 +107,7 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
         "engines": lambda: engines(everyone, rows),
         "sequence_parallel": lambda: sequence_parallel(shared, (2,) if quick else (2, 4), rounds),
         "costs": lambda: costs(everyone, few if quick else Size()),
+        "experts": experts,
         "step_time": lambda: step_time(everyone, device, rounds, quick),
         "host": lambda: host(everyone, 9 if quick else 25),
         "loss": lambda: loss(device, sizes, rounds=rounds),

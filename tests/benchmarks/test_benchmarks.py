@@ -14,6 +14,7 @@ import torch
 from benchmarks.__main__ import ROOT, record, sheets_of, write
 from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
+from benchmarks.experts import experts
 from benchmarks.loss import candidates, errors, usable
 from benchmarks.peers import Peer, peers, roll_call
 from benchmarks.sequence_parallel import Worlds, exact_costs, gradients
@@ -54,6 +55,14 @@ def test_error_is_flat(everyone: list[Peer]) -> None:
     (sheet,) = rounding(everyone, CPU, (1, 64, 512))
     assert verdicts(sheet, "lt_tiled") == [True] * 3
     assert verdicts(sheet, "DeepSpeed") == [True, False, False]
+
+
+def test_sums_of_experts() -> None:
+    """With ``num_shards="auto"`` the gradient sums of released mixtures take at most 5 % of the arithmetic, and with
+    ``ceil(tokens / hidden_size)`` tiles more.
+    """
+    (sheet,) = experts()
+    assert verdicts(sheet, "of the arithmetic") == 3 * [False, True]
 
 
 def test_flops(everyone: list[Peer]) -> None:

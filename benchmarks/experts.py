@@ -1,0 +1,55 @@
+"""What tiles of experts cost: ``python -m benchmarks --only experts``.
+
+Mixtures of experts of released models, from their configurations and without weights: their tiles, the bytes of
+gradient sums that these read and write in a backward pass, and the time of that relative to their arithmetic. The
+figures are computed, with the bandwidth and the FLOP/s of :func:`lt_tiled.tiling.layout.sums_share`.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+from torch import nn
+from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from benchmarks.sheet import Cell, Sheet
+from lt_tiled import Tiling
+from lt_tiled.modules.feed_forward import find_sizes
+from lt_tiled.tiling.layout import MAX_SUMS_SHARE, sums_share, tile_bounds
+
+TOKENS = 131072
+
+
+def mixtures() -> dict[str, nn.Module]:
+    """Return a layer's mixture of each model, on the meta device."""
+    with torch.device("meta"):
+        return {
+            "Mixtral 8x7B": MixtralSparseMoeBlock(MixtralConfig()),
+            "Qwen3 30B A3B": Qwen3MoeSparseMoeBlock(Qwen3MoeConfig()),
+            "GPT-OSS 20B": GptOssMLP(GptOssConfig(num_local_experts=32)),
+        }
+
+
+def experts() -> list[Sheet]:
+    """Compare the tiles of ``num_shards="auto"`` with ``ceil(tokens / hidden_size)``, as Arctic Long Sequence Training
+    cuts.
+    """
+    headings = ["", "tiles", "tokens of a tile", "sums of a layer, GB", "of the arithmetic"]
+    sheet = Sheet("experts", f"Gradient sums of experts on {TOKENS} tokens, in each backward pass", headings)
+    for (name, module), by_sums in product(mixtures().items(), (False, True)):
+        sizes = find_sizes(module)
+        assert sizes is not None
+        bounds = tile_bounds(Tiling(), TOKENS, sizes.hidden, sizes if by_sums else None)
+        share = sums_share(TOKENS, sizes.summed, sizes.used) * len(bounds)
+        sheet.add(
+            f"{name}, {'auto' if by_sums else 'tokens / hidden_size'}",
+            str(len(bounds)),
+            str(bounds[0][1]),
+            f"{8 * sizes.summed * len(bounds) / 1e9:.1f}",
+            Cell(f"{share:.1%}", share <= MAX_SUMS_SHARE),
+        )
+    return [sheet]
