@@ -35,9 +35,7 @@ def mixtures() -> dict[str, nn.Module]:
 
 
 def experts() -> list[Sheet]:
-    """Compare the tiles of ``num_shards="auto"`` with ``ceil(tokens / hidden_size)``, as Arctic Long Sequence Training
-    cuts.
-    """
+    """Compare the tiles of ``num_shards="auto"`` with ``ceil(tokens / hidden_size)`` tiles."""
     headings = ["", "tiles", "tokens of a tile", "sums of a layer, GB", "of the arithmetic"]
     sheet = Sheet("experts", f"Gradient sums of experts on {TOKENS} tokens, in each backward pass", headings)
     for (name, module), by_sums in product(mixtures().items(), (False, True)):
