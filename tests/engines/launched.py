@@ -1,5 +1,5 @@
 """A training script that each launcher starts: three steps of a transformers model, in the loop that users of the
-launcher write. Rank 0 saves the engine, the losses of all ranks and the weights.
+launcher write. Each rank saves its losses, the engine and the weights.
 
 ``launched.py file loop engine [--nodes N]``, where the loop is ``plain``, ``accelerate`` or ``lightning``.
 """
@@ -7,6 +7,7 @@ launcher write. Rank 0 saves the engine, the losses of all ranks and the weights
 from __future__ import annotations
 
 import argparse
+import gc
 from typing import Any
 
 import lightning.pytorch as pl
@@ -121,6 +122,19 @@ def untiled(engine: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, whole_weights(model, net)
 
 
+def trained(loop: str, engine: str, nodes: int) -> tuple[list[float], str, dict[str, Tensor]]:
+    """The losses of this rank, the engine that was found and the weights."""
+    torch.manual_seed(0)
+    net = tiny_llama(use_cache=False)
+    if loop == "lightning":
+        return lightning(engine, net, nodes)
+    train = {"plain": plain, "accelerate": accelerate}[loop]
+    with prepare(net, **POLICIES) as prepared:
+        losses, model = train(engine, net, type(net.model.layers[0]))
+        assert all(row.tiles == 4 for row in prepared.report().tiled)
+        return losses, engine_of(model), whole_weights(model, net)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("file", "loop", "engine"):
@@ -133,21 +147,11 @@ def main() -> None:
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which compiles for minutes
-    torch.manual_seed(0)
-    net = tiny_llama(use_cache=False)
-    if chosen.loop == "lightning":
-        losses, found, full = lightning(chosen.engine, net, chosen.nodes)
-    else:
-        loop = {"plain": plain, "accelerate": accelerate}[chosen.loop]
-        with prepare(net, **POLICIES) as prepared:
-            losses, model = loop(chosen.engine, net, type(net.model.layers[0]))
-            assert all(row.tiles == 4 for row in prepared.report().tiled)
-            found, full = engine_of(model), whole_weights(model, net)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, losses)
-    if dist.get_rank() == 0:
-        torch.save((found, everyone, full), chosen.file)
-    dist.barrier()
+    torch.save(trained(chosen.loop, chosen.engine, chosen.nodes), f"{chosen.file}.{dist.get_rank()}")
+    # Collect the engine, which holds process groups, so that their threads end here. One that frees a tensor of Python
+    # while the interpreter ends aborts the process.
+    gc.collect()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_launchers_and_engines(launcher: str, engine: str, tmp_path: Path, on_ra
     """Two ranks that the launcher starts, on one node or by torchrun on two, train a Llama with the engine to the
     losses and weights of an untiled run under DDP, and exit. With Lightning, ranks divide the disk of a node.
     """
-    file, printed = tmp_path / "found.pt", tmp_path / "printed.txt"
+    file, printed = tmp_path / "found", tmp_path / "printed.txt"
     if launcher == "two nodes":
         meet = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
         program = (PROGRAM, str(file), "lightning", engine, "--nodes=2")
@@ -68,11 +68,11 @@ def test_launchers_and_engines(launcher: str, engine: str, tmp_path: Path, on_ra
     runs = [Forked(*command, printed=printed, cwd=tmp_path) for command in commands]
     codes = [run.finish(with_children=True) for run in runs]
     assert set(codes) == {0}, printed.read_text()
-    found, losses, weights = torch.load(file)
-    plain = on_ranks.once(untiled, "ddp")
-    assert found == engine
-    assert losses == [near(each) for each, _ in plain]
-    torch.testing.assert_close(weights, plain[0][1], rtol=1e-4, atol=1e-6)
+    for rank, (plain, whole) in enumerate(on_ranks.once(untiled, "ddp")):
+        losses, found, weights = torch.load(f"{file}.{rank}")
+        assert found == engine
+        assert losses == near(plain)
+        torch.testing.assert_close(weights, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_the_table_is_what_is_tested() -> None:
