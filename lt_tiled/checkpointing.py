@@ -36,7 +36,7 @@ from lt_tiled.kept import Kept
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import by_name, without_unread_cache
 from lt_tiled.modules.find import find_named, kind_of, walk_all
-from lt_tiled.modules.patch import Order, Patch, compiler, set_patch, uncompiled
+from lt_tiled.modules.patch import Order, Patch, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.prefetch import OffloadedTensor
@@ -96,6 +96,14 @@ class BlockPatch(Patch):
         copy.history, copy.runs = History(), CallCounter()
         return copy
 
+    def compiles(self, module: nn.Module) -> bool:
+        """Return False if a mode must see each operation, and for views of a flat parameter of FSDP1.
+
+        The compiler fails on such views while the gradients are sharded.
+        """
+        views = not isinstance(next(module.parameters(), None), nn.Parameter)
+        return self.mode is None and self.chooses is None and not views
+
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block, and recompute it in the backward pass if one may follow."""
         due = self.runs.begin()
@@ -127,14 +135,13 @@ class BlockPatch(Patch):
             self.longest = max(self.longest, (tokens, hidden.shape[-1]))
             compared = BlockSamples(observed, hidden, due, self.chooses is not None)
         modes = [Precision.now(t.device) for t in tensors[:1]]
-        around = compiler.get()
         has_gradient = any(t.requires_grad for t in tensors)  # the closure must not hold the tensors
         runs = count()
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def block(*given: Tensor) -> Any:
             if next(runs) > 0:
-                with _repeated(observed, modes, around), self.inside(region, keeps):
+                with _repeated(observed, modes), self.inside(region, keeps):
                     inner_args, inner_kwargs = arguments.call_with(given)
                     return self.inner(module, *inner_args, **inner_kwargs)
             inner_args, inner_kwargs = arguments.call_with(given)
@@ -164,11 +171,11 @@ class BlockPatch(Patch):
             if region is not None:
                 stack.enter_context(entered(region))
             if self.mode is not None and needs_mode:
-                stack.enter_context(uncompiled(self.mode))
+                stack.enter_context(self.mode)
             if keeps is not None:
                 stack.enter_context(keeps.begun())
                 if self.chooses is not None:
-                    stack.enter_context(uncompiled(Selective(self.chooses, keeps)))
+                    stack.enter_context(Selective(self.chooses, keeps))
             yield
 
     def keeps(self, device: torch.device) -> Kept:
@@ -187,14 +194,10 @@ class BlockPatch(Patch):
 
 
 @contextmanager
-def _repeated(observed: Observation, modes: Sequence[Precision], compiles: Any) -> Iterator[None]:
-    """Compute a block with what its forward pass read, compiled as it was."""
+def _repeated(observed: Observation, modes: Sequence[Precision]) -> Iterator[None]:
+    """Compute a block with what its forward pass read."""
     with restored(observed, "the recompute"), recomputing(), modes[0].context() if modes else nullcontext():
-        token = compiler.set(compiles)
-        try:
-            yield
-        finally:
-            compiler.reset(token)
+        yield
 
 
 def patch_block(module: nn.Module, patch: BlockPatch) -> None:

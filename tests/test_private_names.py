@@ -30,6 +30,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch._dynamo.comptime import comptime
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers.utils.output_capturing import _active_collector
 
@@ -92,11 +93,24 @@ def metric_state() -> bool:
     return before == (1, None) and float(metric.compute()) == 1.0 == float(metric._computed)
 
 
-def compiles_below_patches() -> bool:
-    eval_frame = torch._C._dynamo.eval_frame
-    skipped = torch._dynamo.decorators.skip(lambda: None)
-    torch._dynamo.eval_frame.skip_code((lambda: None).__code__)
-    return eval_frame.set_eval_frame(None) is eval_frame.get_eval_frame_callback() and skipped._torchdynamo_disable
+def backend_of_the_caller() -> bool:
+    """Whether traced code can find the backend, and what it compiles shares code with others of that backend."""
+    found: list[Any] = []
+
+    def note(context: Any) -> None:
+        found.append(context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.compiler_fn)
+
+    def traced(x: Tensor) -> Tensor:
+        comptime(note)
+        return x + 1
+
+    def backend(graph: Any, example: Any) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    torch.compile(traced, backend=backend)(torch.ones(1))
+    torch._dynamo.optimize(found[0])(traced)(torch.ones(1))
+    return len(found) == 2
 
 
 def trainer() -> pl.Trainer:
@@ -155,7 +169,6 @@ SET_BY: dict[str, type] = {
 """The classes that set or define the names, which a subclass here reads, sets or overrides."""
 
 WRITTEN_IN = {
-    "_torchdynamo_disable_msg": "torch._dynamo.symbolic_convert",
     "_can_checkpoint_with_cache": "transformers.modeling_layers",
     "_is_accelerate_prepared": "accelerate.accelerator",
     "_z3_leaf": "deepspeed.utils.z3_leaf_module",
@@ -173,7 +186,8 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_buffers": lambda: set(nn.BatchNorm1d(1)._buffers) == {"running_mean", "running_var", "num_batches_tracked"},
     "_cdata": lambda: (x := torch.ones(2)).untyped_storage()._cdata == x[1:].untyped_storage()._cdata,
     "_checkpoint_wrapped_module": lambda: hasattr(checkpoint_wrapper(nn.Linear(1, 1)), "_checkpoint_wrapped_module"),
-    "_dynamo": compiles_below_patches,
+    "_dynamo": backend_of_the_caller,
+    "_i_will_not_complain_if_bc_breaks_InstructionTranslator": backend_of_the_caller,
     "_ff_block": lambda: all(hasattr(c, "_ff_block") for c in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)),
     "_flat_param": lambda: torch.distributed.fsdp.fully_sharded_data_parallel.FLAT_PARAM == "_flat_param",
     "_forward_hooks": hooked("register_forward_hook", "_forward_hooks"),

@@ -9,17 +9,15 @@ are set later run above theirs.
 
 NOTE [Compiled modules]
 ``torch.compile`` breaks its graph at patches: they are Python with side effects, of which the compiler would make many
-graphs, and each block's recompute must run the code of its forward pass. So no patch is compiled, and the module's own
-code below the patches is, by the compiler that was at work above them, in the recompute too. Patches that only matter
-to uncompiled code, as on norms that the compiler fuses anyway, are left out of the graph instead. In a compiled
-training step the compiler is at work in the backward pass as well, so what autograd calls there turns it off.
+graphs. So patches run uncompiled, with all that they call, and compiled code goes past those of ``Order.NEIGHBOR``,
+which only matter to uncompiled code. Once compiled code has called a module, the module's own code below its patches is
+compiled by itself, with the same backend. The recompute of a block calls the same compiled code as its forward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from enum import IntEnum, auto
 from functools import cache, partial
@@ -30,12 +28,11 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame  # no public names
-from torch._dynamo.decorators import skip  # torch.compiler.disable does not tell what was disabled
+from torch._dynamo import optimize  # torch.compile wraps a backend, and the compiler takes the wrapper for another one
+from torch._dynamo.comptime import comptime  # torch.compiler does not tell the backend
 
 PatchType = TypeVar("PatchType", bound="Patch")
 Function = TypeVar("Function", bound=Callable[..., Any])
-
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes of a module that hold its hooks."""
@@ -46,51 +43,20 @@ def is_of(hook: Any, packages: tuple[str, ...]) -> bool:
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(packages)
 
 
-compiler: ContextVar[Any] = ContextVar("compiler", default=None)
-"""What compiles the module's own code below the patches that run; see NOTE [Compiled modules]."""
-
-
-@contextmanager
-def uncompiled(mode: AbstractContextManager[Any]) -> Iterator[None]:
-    """Enter a mode, at which the compiler breaks its graph for each operation, or from which it hides operations."""
-    token = compiler.set(None)
-    try:
-        with mode:
-            yield
-    finally:
-        compiler.reset(token)
-
-
-def without_compiler(function: Function) -> Function:
-    """Return a function that runs uncompiled wherever it is called, with all that it calls."""
-    return cast(Function, torch.compiler.disable(function))
-
-
 class Order(IntEnum):
     """The patches of a method, from the outermost to the innermost."""
 
-    SEQUENCE = auto()
-    """Ranks share the sequences of a model, or of its blocks."""
-    POSITIONS = auto()
-    """Masks and rotary tables of shared sequences are those of all tokens."""
-    CACHE = auto()
-    """A model notes whether its caller wants a key-value cache."""
-    CHECKPOINT = auto()
-    """A block is recomputed in the backward pass, with all that follows."""
-    LOSS = auto()
-    """A model notes whether its caller wants a loss."""
-    STATES = auto()
-    """Layers with a state exchange tokens between ranks."""
-    PARENT = auto()
-    """What modules inside deferred is computed before the module returns."""
-    HEAD = auto()
-    """A head defers its logits."""
-    NEIGHBOR = auto()
-    """A norm or a projection runs in the tiles of the module next to it."""
-    TILE = auto()
-    """A module runs in tiles."""
-    LEAF = auto()
-    """A module takes hooks of ZeRO-3 in another way."""
+    SEQUENCE = auto()  # ranks share the sequences of a model, or of its blocks
+    POSITIONS = auto()  # masks and rotary tables of shared sequences are those of all tokens
+    CACHE = auto()  # a model notes whether its caller wants a key-value cache
+    CHECKPOINT = auto()  # a block is recomputed in the backward pass, with all that follows
+    LOSS = auto()  # a model notes whether its caller wants a loss
+    STATES = auto()  # layers with a state exchange tokens between ranks
+    PARENT = auto()  # what modules inside deferred is computed before the module returns
+    HEAD = auto()  # a head defers its logits
+    NEIGHBOR = auto()  # a norm or a projection runs in the tiles of the module next to it, a norm in its own
+    TILE = auto()  # a module runs in tiles
+    LEAF = auto()  # a module takes hooks of ZeRO-3 in another way
 
 
 class Patch:
@@ -102,13 +68,17 @@ class Patch:
     below: Patch | Callable[..., Any] | None = None
     """What runs next: a patch, a method that was set on the instance before (Liger, kernels), or the class's own."""
     active = True
-    fuses = False
-    """Whether compiled code goes past it to what it changes."""
     owner: Any = None
     """The object that set the patch and removes it."""
+    compiled: Callable[..., Any] | None = None
+    """The module's own code, compiled: in the innermost patch, once compiled code has called the module."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
+
+    def compiles(self, module: nn.Module) -> bool:
+        """Whether the module's own code may run compiled below this patch."""
+        return True
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.run(module, args, kwargs) if self.active else self.inner(module, *args, **kwargs)
@@ -117,31 +87,28 @@ class Patch:
         """Run what this patch changes, without the module's hooks."""
         if isinstance(self.below, Patch):
             return self.below(module, *args, **kwargs)
-        function, compiles = self.bound(module), compiler.get()
-        if compiles is None:
-            return function(*args, **kwargs)
-        token, before = compiler.set(None), set_eval_frame(compiles)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            set_eval_frame(before)
-            compiler.reset(token)
+        return (self.compiled or self.bound(module))(*args, **kwargs)
 
     def bound(self, module: nn.Module) -> Callable[..., Any]:
         """Return what this patch changes as a method, without the module's hooks."""
         if isinstance(self.below, Patch):
             return partial(self.below, module)
-        return _own(module, self.method) if self.below is None else self.below
+        return self.below or MethodType(getattr(type(module), self.method), module)
+
+    @property
+    def innermost(self) -> Patch:
+        """The last patch of the method, which calls the module's own code."""
+        return self.below.innermost if isinstance(self.below, Patch) else self
 
     @property
     def replaced(self) -> Callable[..., Any] | None:
         """The method that was set on the instance before the patches, if there was one."""
-        return self.below.replaced if isinstance(self.below, Patch) else self.below
+        return cast("Callable[..., Any] | None", self.innermost.below)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = type(self).__new__(type(self))
         memo[id(self)] = copy
-        copy.__dict__.update(self.__dict__, below=deepcopy(self.below, memo))
+        copy.__dict__.update(self.__dict__, below=deepcopy(self.below, memo), compiled=None)
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -163,25 +130,67 @@ class SharedPatch(Patch):
         return copy
 
 
-def roots(module: nn.Module, parts: Sequence[str] | None) -> tuple[nn.Module, ...]:
-    """Return the parts of a module with these paths, or the module itself if there are none to choose."""
-    return (module,) if parts is None else tuple(module.get_submodule(path) for path in parts)
+def set_patch(module: nn.Module, patch: Patch, method: str = "forward") -> None:
+    """Let a patch run in its place among the patches of a method."""
+    patch.method = method
+    current = module.__dict__.get(method)
+    place = _place(current)
+    if place is None:
+        # One more place if other code replaced the method since: its method runs below the new patches.
+        place = next(p for n in count() if (p := f"_lt_tiled_{n}_{method}") not in module.__dict__)
+        module.__dict__[place] = current
+    above, below = None, module.__dict__[place]
+    while isinstance(below, Patch) and below.order < patch.order:
+        above, below = below, below.below
+    patch.below = below
+    if above is None:
+        module.__dict__[place] = patch
+    else:
+        above.below = patch
+    if patch.replaced is None:
+        dispatcher = _dispatcher_of_class(place, method, getattr(type(module), method), False)
+    else:
+        dispatcher = _dispatcher(place, method, patch.replaced, True)
+    module.__dict__[method] = MethodType(dispatcher, module)
+
+
+def remove_patch(module: nn.Module, patch: Patch) -> None:
+    """Remove a patch. With the last one of a method the method is restored, unless other code was put above."""
+    for place, value in list(module.__dict__.items()):
+        if value is patch:
+            module.__dict__[place] = patch.below
+        for other in _chain(value):
+            if other.below is patch:
+                other.below = patch.below
+    last = _place(module.__dict__.get(patch.method))
+    if last is not None and not isinstance(module.__dict__[last], Patch):
+        replaced = module.__dict__.pop(last)
+        del module.__dict__[patch.method]
+        if replaced is not None:
+            module.__dict__[patch.method] = replaced
+
+
+def patch_until(undo: ExitStack, module: nn.Module, patch: Patch) -> None:
+    """Set a patch that is removed when ``undo`` is closed."""
+    set_patch(module, patch)
+    undo.callback(remove_patch, module, patch)
 
 
 def get_patches(module: nn.Module, kind: type[PatchType]) -> list[PatchType]:
     """Return the active patches of that kind on any of the module's methods."""
-    found = []
-    for value in module.__dict__.values():
-        while isinstance(value, Patch):
-            if isinstance(value, kind) and value.active:
-                found.append(value)
-            value = value.below
-    return found
+    everything = (patch for value in module.__dict__.values() for patch in _chain(value))
+    return [patch for patch in everything if isinstance(patch, kind) and patch.active]
 
 
 def get_patch(module: nn.Module, kind: type[PatchType], method: str = "forward") -> PatchType | None:
     """Return the active patch of that kind on one of the module's methods, if there is one."""
     return next((patch for patch in get_patches(module, kind) if patch.method == method), None)
+
+
+def remove_patches(module: nn.Module, kind: type[Patch]) -> None:
+    """Remove all patches of that kind."""
+    for patch in get_patches(module, kind):
+        remove_patch(module, patch)
 
 
 @contextmanager
@@ -197,107 +206,14 @@ def turned_off(model: nn.Module, kind: type[Patch] = Patch) -> Iterator[None]:
             patch.active = True
 
 
-def set_patch(module: nn.Module, patch: Patch, method: str = "forward") -> None:
-    """Let a patch run in its place among the patches of a method."""
-    patch.method = method
-    replaced = module.__dict__.get(method)
-    place = _place(replaced)
-    if place is None:
-        place = next(p for n in count() if (p := f"_lt_tiled_{n}_{method}") not in module.__dict__)
-        module.__dict__[place] = replaced
-    above, below = None, module.__dict__[place]
-    while isinstance(below, Patch) and below.order < patch.order:
-        above, below = below, below.below
-    patch.below = below
-    if above is None:
-        module.__dict__[place] = patch
-    else:
-        above.below = patch
-    everything = get_patches(module, Patch)
-    fuses = all(other.fuses for other in everything if other.method == method)
-    if (replaced := patch.replaced) is None:
-        dispatcher = _dispatcher_of_class(place, method, getattr(type(module), method), False, fuses)
-    else:
-        dispatcher = _dispatcher(place, method, replaced, True, fuses)
-    module.__dict__[method] = MethodType(dispatcher, module)
+def roots(module: nn.Module, parts: Sequence[str] | None) -> tuple[nn.Module, ...]:
+    """Return the parts of a module with these paths, or the module itself if there are none to choose."""
+    return (module,) if parts is None else tuple(module.get_submodule(path) for path in parts)
 
 
-def remove_patch(module: nn.Module, patch: Patch) -> None:
-    """Remove a patch. With the last one of a method the method is restored, unless other code was put above."""
-    for place, value in list(module.__dict__.items()):
-        if value is patch:
-            module.__dict__[place] = patch.below
-        while isinstance(value, Patch):
-            if value.below is patch:
-                value.below = patch.below
-            value = value.below
-    own = _place(module.__dict__.get(patch.method))
-    if own is not None and not isinstance(replaced := module.__dict__[own], Patch):
-        del module.__dict__[own], module.__dict__[patch.method]
-        if replaced is not None:
-            module.__dict__[patch.method] = replaced
-
-
-def patch_until(undo: ExitStack, module: nn.Module, patch: Patch) -> None:
-    """Set a patch that is removed when ``undo`` is closed."""
-    set_patch(module, patch)
-    undo.callback(remove_patch, module, patch)
-
-
-def remove_patches(module: nn.Module, kind: type[Patch]) -> None:
-    """Remove all patches of that kind."""
-    for patch in get_patches(module, kind):
-        remove_patch(module, patch)
-
-
-def _own(module: nn.Module, method: str) -> Callable[..., Any]:
-    return MethodType(getattr(type(module), method), module)
-
-
-def _dispatcher(place: str, name: str, changed: Callable[..., Any], bound: bool, fuses: bool) -> Callable[..., Any]:
-    """Return the function that runs the patches in an attribute of a module.
-
-    Its name is what pickle looks up on the class. It has the signature of the method that is changed, from which
-    transformers reads the arguments.
-    """
-
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        below, compiles = self.__dict__[place], get_eval_frame_callback()
-        if not isinstance(below, Patch):  # under other code, when all patches are removed
-            return (below or _own(self, name))(*args, **kwargs)
-        if compiles is None and compiler.get() is None:
-            return below(self, *args, **kwargs)
-        token, before = compiler.set(compiles), set_eval_frame(None)
-        try:
-            return below(self, *args, **kwargs)
-        finally:
-            set_eval_frame(before)
-            compiler.reset(token)
-
-    def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        below = self.__dict__[place]
-        if not torch.compiler.is_compiling():
-            if get_eval_frame_callback() is not None:  # the compiler skips the code above, as in a mode
-                return method(self, *args, **kwargs)
-            return (below or _own(self, name))(*((self,) if isinstance(below, Patch) else ()), *args, **kwargs)
-        while isinstance(below, Patch):
-            below = below.below
-        return getattr(type(self), name)(self, *args, **kwargs) if below is None else below(*args, **kwargs)
-
-    skip(method)
-    function: Callable[..., Any] = fused if fuses else method
-    function.__name__ = name
-    function.__dict__["_lt_tiled_place"] = place
-    function.__dict__["_torchdynamo_disable_msg"] = "lt_tiled runs the module in its own way: see docs/models.md"
-    with suppress(TypeError, ValueError):  # a callable that tells no signature
-        found = signature(changed)
-        own = [Parameter("self", Parameter.POSITIONAL_ONLY)] if bound else []
-        function.__dict__["__signature__"] = found.replace(parameters=[*own, *found.parameters.values()])
-    return function
-
-
-_dispatcher_of_class = cache(_dispatcher)
-"""The modules of a class have one function, unless other code set a method on the instance."""
+def is_patched(method: Any) -> bool:
+    """Whether a value is what :func:`set_patch` puts in place of a method."""
+    return _place(method) is not None
 
 
 def _place(method: Any) -> str | None:
@@ -305,6 +221,69 @@ def _place(method: Any) -> str | None:
     return getattr(method.__func__, "__dict__", {}).get("_lt_tiled_place") if type(method) is MethodType else None
 
 
-def is_patched(method: Any) -> bool:
-    """Whether a value is what :func:`set_patch` puts in place of a method."""
-    return _place(method) is not None
+def _chain(value: Any) -> Iterator[Patch]:
+    """Yield the patches of a method, beginning with this one if it is one."""
+    while isinstance(value, Patch):
+        yield value
+        value = value.below
+
+
+def _dispatcher(place: str, name: str, changed: Callable[..., Any], bound: bool) -> Callable[..., Any]:
+    """Return the function that runs the patches in an attribute of a module.
+
+    Its name is what pickle looks up on the class. It has the signature of the method that is changed, from which
+    transformers reads the arguments.
+    """
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        below = self.__dict__[place]
+        compiling = torch.compiler.is_compiling()  # while this function is traced
+        # Compiled code fuses norms by itself.
+        while compiling and isinstance(below, Patch) and below.order == Order.NEIGHBOR:
+            below = below.below
+        if compiling and isinstance(below, Patch):
+            comptime(_note_backend)
+        if isinstance(below, Patch):
+            return _run(below, compiling, self, args, kwargs)
+        if below is None:
+            return getattr(type(self), name)(self, *args, **kwargs)
+        return below(*args, **kwargs)
+
+    function: Callable[..., Any] = method
+    function.__code__ = method.__code__.replace()  # the compiler limits the recompilations of one code object
+    function.__name__ = name
+    function.__dict__["_lt_tiled_place"] = place
+    with suppress(TypeError, ValueError):  # a callable that tells no signature
+        parameters = list(signature(changed).parameters.values())
+        if bound:
+            parameters.insert(0, Parameter("self", Parameter.POSITIONAL_ONLY))
+        function.__dict__["__signature__"] = signature(changed).replace(parameters=parameters)
+    return function
+
+
+_dispatcher_of_class = cache(_dispatcher)
+"""The modules of a class have one function, unless other code set a method on the instance."""
+
+
+_backends: list[Any] = []
+"""The backend of the compiler that traced a method with patches last."""
+
+
+def _note_backend(context: Any) -> None:
+    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    _backends[:] = [tracer.output.compiler_fn]
+
+
+@partial(torch.compiler.disable, reason="lt_tiled runs the module in its own way: see docs/models.md")
+def _run(patch: Patch, compiling: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run patches uncompiled, and below them the module's own code compiled once compiled code has called it."""
+    if compiling:
+        own = patch.innermost
+        if own.compiled is None and all(each.compiles(module) for each in _chain(patch)):
+            own.compiled = optimize(_backends[0])(own.bound(module))
+    return patch.run(module, args, kwargs) if patch.active else patch.inner(module, *args, **kwargs)
+
+
+def without_compiler(function: Function) -> Function:
+    """Return a function that runs uncompiled wherever it is called, with all that it calls."""
+    return cast(Function, torch.compiler.disable(function))

@@ -44,6 +44,10 @@ class SharedPart(Patch):
         self.checked = 0
         """The largest number of tokens with which the module passed the self-check."""
 
+    def compiles(self, module: nn.Module) -> bool:
+        """Return False if a mode must see each operation."""
+        return self.sharing.mode is None
+
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (region := current()) is not None:
             with entered(region):  # what recomputes the whole block may begin here

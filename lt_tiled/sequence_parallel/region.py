@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_tiled.modules.patch import uncompiled
 from lt_tiled.sequence_parallel.collectives import all_gather, group_mean, name_of
 from lt_tiled.tiling.recompute import in_checkpoint
 
@@ -188,7 +187,7 @@ def entered(region: Region | None) -> Iterator[None]:
     if region is not None:
         begun, region._begun = region._begun, _saving()
     try:
-        with nullcontext() if mode is None else uncompiled(mode):
+        with nullcontext() if mode is None else mode:
             yield
     finally:
         _current.reset(token)

@@ -22,7 +22,7 @@ from lt_tiled.modules.feed_forward import (
     parts_below,
 )
 from lt_tiled.modules.find import outermost, walk, walk_all
-from lt_tiled.modules.patch import Order, Patch, compiler, get_patch, get_patches, remove_patch, roots, set_patch
+from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.autograd import defer, run_tiled
 from lt_tiled.tiling.call import TiledCall
@@ -105,12 +105,10 @@ def whole_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 class TiledPatch(Tiled, Patch):
     """On a tiled module."""
 
-    order = Order.TILE
-
     @property
-    def fuses(self) -> bool:  # type: ignore[override]
-        """Whether it is on a norm alone, which a compiler fuses anyway."""
-        return self.found.guessed
+    def order(self) -> Order:  # type: ignore[override]
+        """On a norm alone, that of a neighbor."""
+        return Order.NEIGHBOR if self.found.guessed else Order.TILE
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
@@ -285,7 +283,6 @@ class NeighborPatch(Patch):
     """On a norm next to a tiled module, or on a projection behind a tiled norm."""
 
     order = Order.NEIGHBOR
-    fuses = True
 
     def __init__(self, after: bool, index: int, tiled: TiledPatch, owner: Owner | None, alone: bool) -> None:
         self.after, self.key, self.tiled, self.owner = after, ("norm", after, index), tiled, owner
@@ -340,7 +337,7 @@ def _call_neighbor(module: nn.Module, patch: NeighborPatch, args: tuple[Any, ...
 def _may_defer(made: CallWithInputs, patch: TiledPatch) -> bool:
     tensors: list[Any] = made[1]
     plain = all(not (is_traceable_wrapper_subclass(t) or t.is_inference()) for t in tensors)
-    return patch.needs.defer and plain and made[0].differentiable and compiler.get() is None
+    return patch.needs.defer and plain and made[0].differentiable and patch.innermost.compiled is None
 
 
 def _with_neighbor(
