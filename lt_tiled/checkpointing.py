@@ -44,7 +44,7 @@ from lt_tiled.policies import ActivationCheckpointing, Keep
 from lt_tiled.selective import Chooses, Selective
 from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
-from lt_tiled.tiling.layout import split_arguments
+from lt_tiled.tiling.call import split_arguments
 from lt_tiled.tiling.observe import History, Observation, is_recomputing, recomputing, restored
 from lt_tiled.tiling.recompute import CallCounter, Due, Precision, in_checkpoint, is_transformed
 

@@ -20,7 +20,7 @@ from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.sequence_parallel.attention import calls_attention
 from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.sharing import Sharing
-from lt_tiled.tiling.patched import TiledPatch
+from lt_tiled.tiling.patch import TiledPatch
 from lt_tiled.tiling.weights import sum_dtype
 
 if TYPE_CHECKING:
@@ -95,14 +95,16 @@ class Report:
         chains: dict[Sharing, list[str]] = {}
         for path, module in walk_all(model):
             for patch in get_patches(module, TiledPatch):
-                if not patch.learned.untiled:
-                    found, method = patch.found, "" if patch.method == "forward" else f".{patch.method}"
+                if patch.is_leader and not patch.untiled:
+                    spec, method = patch.spec, "" if patch.method == "forward" else f".{patch.method}"
                     sums, saves = _sums_of(module, patch)
-                    row = TiledModule((path + method).lstrip("."), found.kind, *patch.learned.largest, sums, saves)
-                    (norms if found.guessed else tiled).append(row)
+                    largest = patch.largest
+                    path_of_method = (path + method).lstrip(".")
+                    row = TiledModule(path_of_method, spec.kind, largest.tokens, largest.tiles, sums, saves)
+                    (norms if spec.is_lone_norm else tiled).append(row)
                     memory = total_memory(next(module.parameters()).device) if sums else memory
-            if (head := get_patch(module, HeadPatch)) is not None and not head.learned.untiled:
-                losses.append(TiledModule(path, head.name, *head.learned.largest))
+            if (head := get_patch(module, HeadPatch)) is not None and not head.untiled:
+                losses.append(TiledModule(path, head.name, head.largest.tokens, head.largest.tiles))
             if (block := get_patch(module, BlockPatch)) is not None:
                 repeats = _repeats_attention(module, block)
                 blocks.append(RecomputedBlock(path, type(module).__name__, block.by_others, repeats))
@@ -168,7 +170,7 @@ class Report:
 
 def _sums_of(module: nn.Module, patch: TiledPatch) -> tuple[int, int]:
     """Return the bytes of the gradient sums of a mixture of experts, and how many ``accumulate="param"`` saves."""
-    sizes = patch.found.sizes
+    sizes = patch.spec.sizes
     if sizes is None or not sizes.is_mixture:
         return 0, 0
     dtype = next(module.parameters()).dtype

@@ -119,13 +119,13 @@ def unchecked() -> Iterator[None]:
     if "lt_tiled" not in sys.modules:  # nothing can be tiled; importing lt_tiled takes seconds
         yield
         return
-    from lt_tiled.tiling import patched
+    from lt_tiled.tiling import patch
 
-    check, patched.check_position_wise = patched.check_position_wise, lambda *call: None
+    check, patch.check_position_wise = patch.check_position_wise, lambda *call: True
     try:
         yield
     finally:
-        patched.check_position_wise = check
+        patch.check_position_wise = check
 
 
 def remember_entry_points() -> None:

@@ -24,10 +24,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from lt_tiled.engines.zero import adapt_to_zero3, agree_before_backward, is_zero
+from lt_tiled.engines.zero import adapt_to_zero3, is_zero
 from lt_tiled.modules.find import unwrapped
 from lt_tiled.modules.patch import get_patch
-from lt_tiled.tiling.patched import NeighborPatch, TiledPatch, tiled_patches
+from lt_tiled.tiling.patch import TiledPatch, tiled_patches
 from lt_tiled.tiling.state import EngineNeeds
 
 
@@ -53,14 +53,12 @@ class Engine(EngineNeeds):
         sharded = any(isinstance(m, FSDPModule) for m in units) or any(isinstance(w, DTensor) for w in weights)
         zero3 = any(hasattr(w, "ds_id") for w in weights)
         zero = not zero3 and any(map(is_zero, weights))
-        defer = _adapt_to_units(model, units)
+        pending = _adapt_to_units(model, units)
         if zero3:
-            defer = adapt_to_zero3(model) and defer
-        elif zero:
-            agree_before_backward(model, self)
+            pending = adapt_to_zero3(model) and pending
         # ZeRO reads the gradient of each weight that autograd reaches, and takes the others as zeros. FSDP2 reduces
         # only gradients that exist, and ranks whose tokens chose different experts would differ.
-        self.zeros_for_unused, self.same_order, self.defer = zero3 or zero or sharded, zero, defer
+        self.zeros_for_unused, self.pending = zero3 or zero or sharded, pending
         self.known = zero3 or zero or sharded or bool(units)
         held = [(part._parameters, name, w) for part in module.modules() for name, w in part._parameters.items()]
         trained = ((holder, name) for holder, name, w in held if w is not None and w.requires_grad)
@@ -70,9 +68,9 @@ class Engine(EngineNeeds):
 
 
 def _adapt_to_units(model: nn.Module, units: set[nn.Module]) -> bool:
-    """Return whether neighbors may be deferred, given the FSDP units of a model.
+    """Return whether norms may be pending, given the FSDP units of a model.
 
-    If a norm or MLP is its own FSDP unit, its weights are gathered only during its call, so nothing is deferred.
+    If a norm or MLP is its own FSDP unit, its weights are gathered only during its call, so nothing is pending.
     """
     for path, module, _ in tiled_patches(model) if units else ():
         for name, part in module.named_modules():
@@ -84,4 +82,4 @@ def _adapt_to_units(model: nn.Module, units: set[nn.Module]) -> bool:
                     " (auto_wrap_policy={MyBlock}, fully_shard(block)), leave the policy out for one FSDP unit per"
                     " block, or remove the module from Tiling(targets=...)."
                 )
-    return not any(get_patch(unit, NeighborPatch) or get_patch(unit, TiledPatch) for unit in units)
+    return not any(get_patch(unit, TiledPatch) for unit in units)

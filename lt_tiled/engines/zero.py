@@ -36,10 +36,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
@@ -47,7 +45,7 @@ from torch.utils.weak import TensorWeakRef
 from lt_tiled.modules.blocks import shared_weights
 from lt_tiled.modules.find import outermost
 from lt_tiled.modules.patch import Order, Patch, get_patch, is_of, remove_patch, set_patch, without_compiler
-from lt_tiled.tiling.patched import tiled_patches, whole_modules
+from lt_tiled.tiling.patch import tiled_patches, whole_modules
 from lt_tiled.tiling.places import LEAF_HOOKS
 from lt_tiled.tiling.state import EngineNeeds
 
@@ -277,37 +275,6 @@ class _JoinToken(torch.autograd.Function):
 # ZeRO-1 and 2
 
 
-def agree_before_backward(model: nn.Module, needs: EngineNeeds) -> None:
-    """Let the ranks agree on the order of gradients when the first gradient of a weight arrives.
-
-    Until then nothing is reduced. From then on nothing may change on one rank alone.
-    """
-
-    def agree(_: Tensor) -> None:
-        handle.remove()
-        agree_on_tiles(model)
-        needs.agreed = True
-
-    handle = register_multi_grad_hook([w for w in model.parameters() if is_zero(w)], agree, mode="any")
-    needs.handles.append(handle)
-
-
 def is_zero(weight: Tensor) -> bool:
     """Whether DeepSpeed takes the gradient of a weight when it arrives."""
     return any(is_of(hook, _OF_DEEPSPEED) for hook in (weight._post_accumulate_grad_hooks or {}).values())
-
-
-def agree_on_tiles(model: nn.Module) -> None:
-    """Compare on all ranks what the first step left untiled, and raise on all of them if it differs."""
-    own = {}
-    for _, _, patch in tiled_patches(model):
-        refused, alone = (sorted(map(repr, keys)) for keys in (patch.learned.refused, patch.learned.alone))
-        own[patch.name] = patch.learned.untiled, refused, alone
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    if differing := sorted(name for name in own if any(other.get(name) != own[name] for other in everyone)):
-        raise RuntimeError(
-            f"{', '.join(differing)} can run in tiles on some ranks and not on others, and the engine needs the same"
-            " order of gradients on all ranks: name the modules to tile, as in Tiling(targets=...), and set the same"
-            " hooks on all ranks."
-        )

@@ -19,7 +19,7 @@ from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.layout import Bounds, each_tile, tile_bounds
+from lt_tiled.tiling.cut import Bounds, each_tile, tile_bounds
 from lt_tiled.tiling.recompute import (
     Precision,
     RandomState,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lt_tiled.tiling.layout import tiles_to_run
+from lt_tiled.tiling.cut import tiles_to_run
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal, cast
 
@@ -20,12 +20,13 @@ from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import linear
 from lt_tiled.modules.patch import HOOKS, Order, SharedPatch, is_of
-from lt_tiled.tiling.deferred import Deferred
+from lt_tiled.tiling.call import TileFunction
 from lt_tiled.tiling.graph import check_closed, kept_tensors
 from lt_tiled.tiling.observe import Observation, restored
+from lt_tiled.tiling.pending import Deferred
 from lt_tiled.tiling.recompute import Precision, is_transformed, version_of
-from lt_tiled.tiling.state import Learned
-from lt_tiled.tiling.weights import Work, substituted, trainable_weights
+from lt_tiled.tiling.state import LargestCall
+from lt_tiled.tiling.weights import in_place, weights_of
 
 _ENGINES = ("torch.distributed.fsdp", "deepspeed", "lt_tiled")
 """Packages whose hooks on a head gather weights alone. Those of tensor parallelism change its input and output."""
@@ -50,11 +51,13 @@ class HeadPatch(SharedPatch):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.learned = Learned()
+        self.largest = LargestCall()
+        self.untiled = False
+        """Whether the model's code does not call its head."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copy: Any = super().__deepcopy__(memo)
-        copy.learned = Learned(self.learned.largest)
+        copy.largest = replace(self.largest)
         return copy
 
     @property
@@ -229,13 +232,13 @@ class DeferredLogits(Deferred):
         def compute(head: nn.Module, hidden: Tensor) -> Tensor:
             rows = hidden.reshape(-1, hidden.shape[-1])
             bounds = loss_bounds(patch.num_shards, *rows.shape)
-            patch.learned.note(len(rows), bounds, f"the loss of {patch.name}")
+            patch.largest.note(len(rows), bounds, f"the loss of {patch.name}")
             tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, patch.num_shards)
             if patch.plain(head) and not steps and reduction != "none":
                 plain = [cast("Tensor", w) for w in (head.weight, head.bias) if w is not None]
                 return tiles.loss(linear, hidden, target, plain, vocab_size)
-            work = Work(head.forward, (head,))
-            weights = trainable_weights(work.parts) if torch.is_grad_enabled() else []
+            work = TileFunction.of(head.forward, (head,), None, whole=True)
+            weights = weights_of(work.parts, patch.name) if torch.is_grad_enabled() else {}
             remedy = "turn the tiled loss off with loss=False"
             state = Observation(f"the head of {patch.name}", work.modules, remedy, substituted=True)
             tiles_run = count()
@@ -243,14 +246,14 @@ class DeferredLogits(Deferred):
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
                 first = next(tiles_run) == 0
                 before = kept_tensors(work) if first else {}
-                with restored(state, "its backward pass"), substituted(weights, leaves):
+                with restored(state, "its backward pass"), in_place(list(weights.values()), leaves, patch.name):
                     found = _computed(patch, head, steps, rows)
                 if found.requires_grad and first:  # in each call: what was frozen in the first one counts too
                     known = [cast("Tensor", rows._base), *leaves]
                     check_closed(found, known, work, before, f"the head of {patch.name}")
                 return found
 
-            return tiles.loss(logits, hidden, target, [w.tensor for w in weights], vocab_size)
+            return tiles.loss(logits, hidden, target, list(weights), vocab_size)
 
         return self.call.run(compute)
 

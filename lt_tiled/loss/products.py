@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lt_tiled.tiling.recompute import PlainSavedTensors, Precision
-from lt_tiled.tiling.weights import GradientSum, adds_in_product, differentiate, sum_dtype
+from lt_tiled.tiling.weights import GradientSum, adds_in_product, sum_dtype
 
 Head = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """Gives logits ``[t, V]`` for hidden states ``[t, H]`` and weights."""
@@ -104,9 +104,9 @@ class GraphTile:
 
     def backward(self, gradient: Tensor) -> Tensor | None:
         """Add the weights' gradients for the last tile's gradient of logits, and return that of its hidden states."""
-        found = differentiate(self._sums, [self._output], self._inputs, [gradient])
+        torch.autograd.backward([self._output], [gradient], inputs=self._inputs)
         self._output = None
-        return found[0] if self._wants_rows else None
+        return self._inputs[0].grad if self._wants_rows else None
 
     def totals(self) -> list[Tensor | None]:
         """Return the sum of each weight's gradients; zeros for a weight that no tile used."""

@@ -45,7 +45,7 @@ class LossPatch(SharedPatch):
         finally:
             head.grad_mode = before
         if tiles and not head.called:
-            head.learned.untiled = True
+            head.untiled = True
             warn(
                 f"the loss of {self.name} is not tiled: its code does not call its head. Use"
                 " lt_tiled.tiled_linear_cross_entropy in your own loss, or set loss=False to silence this warning.",

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.namespaces import is_a
 from lt_tiled.planner.ledger import Ledger
-from lt_tiled.tiling.patched import whole_modules
+from lt_tiled.tiling.patch import whole_modules
 from lt_tiled.training_step.step import nothing, stepped_on
 
 Release = Callable[[], None]

@@ -24,7 +24,7 @@ from lt_tiled.planner.speed import Machine, Speed, parse_machine, predict
 from lt_tiled.policies import ActivationCheckpointing, Keep, LossShards, SequenceParallel, Tiling
 from lt_tiled.report import TiledModule, advise_on_sums
 from lt_tiled.sequence_parallel.groups import sizes_of
-from lt_tiled.tiling.layout import MIN_TILE_TOKENS
+from lt_tiled.tiling.cut import MIN_TILE_TOKENS
 from lt_tiled.training_step.step import nothing, shape_of
 
 LIMIT = 2**27

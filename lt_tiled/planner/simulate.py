@@ -22,7 +22,7 @@ from lt_tiled.planner.fake import fake_group, fake_offloader, fake_weights, with
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.report import TiledModule
-from lt_tiled.tiling.layout import tiles_to_run
+from lt_tiled.tiling.cut import tiles_to_run
 from lt_tiled.tiling.state import EngineNeeds
 from lt_tiled.training_step.step import stepped_on, tensors_of
 
@@ -185,7 +185,7 @@ def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
         settings.loss,
         shared and replace(shared, self_check=False),
         group=fake_group(settings.sharing) if settings.sharing > 1 else None,
-        needs=EngineNeeds(zeros_for_unused=stage > 0, same_order=stage in (1, 2)),
+        needs=EngineNeeds(zeros_for_unused=stage > 0),
         build=partial(fake_offloader, partial(ledger.name, part="block inputs")),
     )
 

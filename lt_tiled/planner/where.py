@@ -23,8 +23,8 @@ from lt_tiled.modules.patch import get_patch
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.planner.ledger import Ledger, Place
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.layout import split_arguments
-from lt_tiled.tiling.patched import tiled_patches
+from lt_tiled.tiling.call import split_arguments
+from lt_tiled.tiling.patch import tiled_patches
 
 aten = torch.ops.aten
 _ACCUMULATES = 2**63
@@ -45,7 +45,7 @@ class FakeLedger(Ledger):
         self._paths = {id(unwrapped(m)): plain_name(path) for path, m in model.named_modules()}
         self._blocks = {id(m) for _, m in find_blocks(model)}
         self._parts = {id(m): "attention" for _, block in find_blocks(model) for m in block.modules()}
-        mlps = [m for _, m, patch in tiled_patches(model) if not patch.found.guessed]
+        mlps = [m for _, m, patch in tiled_patches(model) if not patch.spec.is_lone_norm]
         with suppress(NothingFoundError):
             mlps += [m for t in find_tileable(model, Tiling(targets="mlp")) for m in (t.module, *t.before, *t.after)]
         self._parts |= {id(part): "MLP" for m in mlps for part in m.modules()}

@@ -20,7 +20,7 @@ from lt_tiled.modules.find import plain_name
 from lt_tiled.policies import check_count
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
 from lt_tiled.strategies.blocks import blocks_to_shard
-from lt_tiled.tiling.patched import tiled_patches
+from lt_tiled.tiling.patch import tiled_patches
 from lt_tiled.training_step.step import nothing
 
 if TYPE_CHECKING:

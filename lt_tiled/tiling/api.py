@@ -12,7 +12,7 @@ from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_patch, remove_patch
 from lt_tiled.policies import CompileOptions, Tiling
-from lt_tiled.tiling.patched import TiledPatch, patch_tiled
+from lt_tiled.tiling.patch import TiledPatch, patch_tiled
 from lt_tiled.tiling.state import EngineNeeds
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -71,7 +71,7 @@ def untile(target: Target) -> Target:
     if patch is not None:
         remove_patch(owner, patch)
         parts = dict(walk(owner))
-        for path in patch.found.below if patch.learned.untiled else ():
+        for path in patch.spec.below if patch.untiled else ():
             untile(parts[path])
     return target if owner is target else getattr(owner, method)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
-from lt_tiled.tiling.weights import Work
+from lt_tiled.tiling.call import TileFunction
 
 
 def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str) -> set[Any]:
@@ -30,7 +30,8 @@ def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str) -
             if following is not None:
                 todo.append(following)
         variable = getattr(node, "variable", None)  # of a leaf
-        if known is not None and isinstance(variable, Tensor) and id(variable) not in known:
+        is_leaf = isinstance(variable, Tensor) and variable.numel() > 0  # the link of an anchor has none
+        if known is not None and is_leaf and id(variable) not in known:
             raise NotPositionWiseError(
                 f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its"
                 " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it, or"
@@ -42,20 +43,22 @@ def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str) -
 Kept = dict[tuple[int, str, str], Tensor]
 
 
-def kept_tensors(work: Work) -> Kept:
+def kept_tensors(function: TileFunction) -> Kept:
     """Return the tensors with a graph in attributes of the work's modules, by module, submodule and name."""
-    parts = ((index, path, part) for index, module in enumerate(work.modules) for path, part in module.named_modules())
+    parts = (
+        (index, path, part) for index, module in enumerate(function.modules) for path, part in module.named_modules()
+    )
     attributes = (((index, path, name), v) for index, path, part in parts for name, v in part.__dict__.items())
     return {place: v for place, v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
-def check_closed(output: Any, leaves: Sequence[Tensor] | None, work: Work, before: Kept, name: str) -> None:
+def check_closed(output: Any, leaves: Sequence[Tensor] | None, function: TileFunction, before: Kept, name: str) -> None:
     """Refuse a tile from whose graph gradients would be lost.
 
     Args:
         output: What the run of the tile returned.
         leaves: The leaves that its graph may have, arguments and weights; ``None`` for any.
-        work: What ran.
+        function: What ran.
         before: Its :func:`kept_tensors` before the run.
         name: The name in messages.
 
@@ -65,7 +68,7 @@ def check_closed(output: Any, leaves: Sequence[Tensor] | None, work: Work, befor
     """
     ends = [t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
     nodes = check_leaves(ends, None if leaves is None else {id(leaf) for leaf in leaves}, name)
-    for (index, path, attribute), value in kept_tensors(work).items():
+    for (index, path, attribute), value in kept_tensors(function).items():
         # What the output depends on (a normalized weight) is computed in each run.
         if value is not before.get((index, path, attribute)) and value.grad_fn not in nodes:
             where = f"{path}.{attribute}" if path else attribute

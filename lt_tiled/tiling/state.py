@@ -1,8 +1,7 @@
-"""What is known of a tiled module: what was found, what its calls showed, and what the engine needs."""
+"""What is known of a tiled module: what was found at setup, what the engine needs, and its largest call."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,63 +11,44 @@ from torch import nn
 from lt_tiled._log import inform
 from lt_tiled.modules.feed_forward import MLPSizes
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.layout import Bounds
-from lt_tiled.tiling.observe import History
-from lt_tiled.tiling.recompute import CallCounter
+from lt_tiled.tiling.cut import Bounds
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a tiled module is. It refers to no module, so copies of a model share it."""
+class TileSpec:
+    """What a module with tiles is. It refers to no module, so copies of a model share it."""
 
     name: str
     """The name in messages."""
     kind: str
     """The class, or ``Class.method``."""
-    method: str = "forward"
     parts: tuple[str, ...] | None = None
     """The children that a method uses; ``None`` for the whole module."""
     below: tuple[str, ...] = ()
     """The paths of a mixture's experts, which are tiled where the mixture as a whole cannot be."""
     sizes: MLPSizes | None = None
     """Its sizes, where its weights show them."""
-    before: bool = False
-    """Whether a norm before it may run in its tiles."""
-    after: bool = False
-    """Whether a norm, or a projection, that takes its output may run in its tiles."""
-    named: bool = True
+    requested: bool = True
     """Whether a user chose it. Else it stays untiled where it cannot be tiled."""
-    guessed: bool = False
-    """Whether it is a norm that the policy does not name."""
+    is_lone_norm: bool = False
+    """Whether it is a norm that the policy does not name, and that is not next to an MLP."""
+    pends: bool = False
+    """Whether its output may be pending, because what follows may run in the same tiles."""
+    joins: bool = False
+    """Whether it may run in the same tiles as what is pending before it."""
+    alone: bool = True
+    """Whether it runs in tiles where it cannot share those of another module."""
 
 
 @dataclass
-class Learned:
-    """What the calls of one copy of a module showed. Each entry can be learned again."""
+class LargestCall:
+    """Tokens and tiles of the largest call so far, for the report."""
 
-    largest: tuple[int, int] = (0, 0)
-    """Tokens and tiles of the largest call."""
-    checked: set[Hashable] = field(default_factory=set)
-    """What passed the self-check, by work and mode."""
-    refused: set[Hashable] = field(default_factory=set)
-    """The keys of works that are not tiled together with a neighbor."""
-    alone: set[Hashable] = field(default_factory=set)
-    """The keys of neighbors that ran alone, because something else, such as a hook, used their output first."""
-    signatures: dict[Hashable, Any] = field(default_factory=dict)
-    """Trailing shape and dtype of an output that is one tensor, where no random numbers are drawn; else ``None``."""
-    histories: dict[Hashable, History] = field(default_factory=lambda: defaultdict(History))
-    """What observations of each work showed."""
-    runs: dict[Hashable, CallCounter] = field(default_factory=lambda: defaultdict(CallCounter))
-    """How often each module ran."""
-    last: dict[Hashable, int | None] = field(default_factory=dict)
-    """Which part of the work is the last projection of a tile, if the tile returns its output as it is."""
-    compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
-    """The compiled functions of works."""
-    untiled: bool = False
-    """Whether the module runs untiled, with its experts tiled where it has some."""
+    tokens: int = 0
+    tiles: int = 0
 
     def note(self, tokens: int, bounds: Sequence[Bounds], what: str, key: str = "") -> None:
-        """Remember the largest call for the report, and log the number of tiles of the first call that has several.
+        """Remember the largest call, and log the number of tiles of the first call that has several.
 
         Args:
             tokens: The number of tokens of the call.
@@ -76,9 +56,9 @@ class Learned:
             what: The subject of the log line.
             key: Tells log lines of different policies apart.
         """
-        first = self.largest[1] < 2 <= len(bounds)
-        if tokens >= self.largest[0]:
-            self.largest = (tokens, len(bounds))
+        first = self.tiles < 2 <= len(bounds)
+        if tokens >= self.tokens:
+            self.tokens, self.tiles = tokens, len(bounds)
         if first:
             size = bounds[0][1] - bounds[0][0]
             inform(
@@ -92,13 +72,8 @@ class EngineNeeds:
 
     zeros_for_unused: bool = False
     """Whether weights that no tile used get zero gradients, for engines whose hooks want a gradient for each."""
-    same_order: bool = False
-    """Whether gradients must arrive in the same order on all ranks: calls that are too short for two tiles run as one,
-    and what would fall back to another path is an error, once all ranks agreed about it."""
-    agreed: bool = False
-    """Whether they did, before the first backward pass."""
-    defer: bool = True
-    """Whether neighbors may run in the same tiles: their weights must be there while both run."""
+    pending: bool = True
+    """Whether norms may run in the tiles of what follows: the weights of both must be there."""
 
     known: bool = True
     """Whether this is final. Otherwise a call looks for the engine if the following changed."""
@@ -122,8 +97,18 @@ class EngineNeeds:
         """Look for the engine in the next call."""
         self.known, self.weight = False, "unknown"
 
+    def update(self, module: nn.Module) -> None:
+        """Look for the engine in a call of a tiled module, if something changed since the last time."""
+        if self.known:
+            return
+        if self.holder.get(self.name) is not self.weight or getattr(self.weight, _HOOKS, None) is not self.hooks:
+            self.find(module)
+
     def find(self, module: nn.Module) -> None:
         """Find the engine in a call of this tiled module."""
+
+
+_HOOKS = "_post_accumulate_grad_hooks"
 
 
 @dataclass(eq=False)
@@ -131,32 +116,35 @@ class Owner:
     """Identifies one ``prepare`` call, which restores the modules that it tiled."""
 
     passed: set[Hashable] = field(default_factory=set)
-    """The kinds of the calls that passed the self-check."""
+    """The kinds of modules and calls that passed the self-check."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the first call of a kind found out, and later calls only read."""
+
+    last: nn.Linear | None
+    """The module whose output a tile returns as it is: see NOTE [What the recompute leaves out]."""
 
 
 class Tiled:
-    """What was found, asked for and learned of a tiled module."""
+    """What was found at setup, asked for and found out of a tiled module."""
 
-    def __init__(self, found: Found, tiling: Tiling, needs: EngineNeeds, owner: Owner | None = None) -> None:
-        self.found, self.tiling, self.needs, self.owner = found, tiling, needs, owner
-        self.name = found.name
-        """The name in messages."""
-        self.learned = Learned()
+    def __init__(self, spec: TileSpec, tiling: Tiling, needs: EngineNeeds, owner: Owner | None) -> None:
+        self.spec, self.tiling, self.needs, self.owner = spec, tiling, needs, owner
+        self.largest = LargestCall()
+        self.untiled = False
+        """Whether it failed the self-check."""
+        self.forget()
 
-    def note_alone(self, key: Hashable) -> None:
-        """Note, where all ranks need the same order of gradients, that a neighbor ran alone.
-
-        Raises:
-            RuntimeError: If the ranks agreed on another order.
-        """
-        if self.needs.agreed and key not in self.learned.alone:
-            raise RuntimeError(
-                f"{self.name}: something, such as a new hook, used the output of its neighbor first, so the two do not"
-                " run in the same tiles. The engine needs the same order of gradients on all ranks: set hooks on all"
-                " ranks and before the first step, or name the modules to tile, as in Tiling(targets=...)."
-            )
-        self.learned.alone.add(key)
-
-    def must_run_alone(self, key: Hashable) -> bool:
-        """Whether all ranks agreed that a neighbor runs alone."""
-        return self.needs.agreed and key in self.learned.alone
+    def forget(self) -> None:
+        """Forget what calls found out: a copy of a module finds it out again."""
+        self.plans: dict[Hashable, Plan] = {}
+        """What is known of each kind of call."""
+        self.checked: set[Hashable] = set()
+        """The kinds of calls that passed the self-check."""
+        self.refused: set[Hashable] = set()
+        """The functions that failed it together with a norm."""
+        self.outputs: dict[Hashable, Any] = {}
+        """What pending outputs are like."""
+        self.compiled: Callable[..., Any] | None = None

@@ -22,9 +22,10 @@ from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.policies import check_count
 from lt_tiled.report import show
 from lt_tiled.sequence_parallel.self_check import rounds_products
-from lt_tiled.tiling.patched import TiledPatch, tiled_patches
+from lt_tiled.tiling.patch import TiledPatch, tiled_patches
 from lt_tiled.tiling.places import is_equal
 from lt_tiled.tiling.recompute import random_state_kept
+from lt_tiled.tiling.state import LargestCall
 from lt_tiled.training_step.ranks import raising_on_all
 from lt_tiled.training_step.step import first_batch, shape_of, with_length
 from lt_tiled.verification.result import EVALUATION, LOSS, Verification, compare, listed, norm_of
@@ -251,7 +252,7 @@ def force_tiles(patches: list[Patch]) -> None:
     """Let every call, however short, run in several tiles, and offload every block input that may be offloaded."""
     for patch in patches:
         if isinstance(patch, TiledPatch | HeadPatch):
-            patch.learned.largest = (0, 0)  # whatever ran before
+            patch.largest = LargestCall()  # whatever ran before
         if isinstance(patch, TiledPatch) and patch.tiling.num_shards in ("auto", 1):
             patch.tiling = replace(patch.tiling, num_shards=_TILES, tile_tokens=None)
         elif isinstance(patch, HeadPatch):
@@ -264,12 +265,12 @@ def force_tiles(patches: list[Patch]) -> None:
 def tiles_of(module: nn.Module) -> Iterator[tuple[str, int]]:
     """Yield the path and the number of tiles of each module that is to be tiled, and of each head."""
     for path, _, patch in tiled_patches(module):
-        in_parts = patch.learned.untiled and patch.found.below  # a mixture of experts, which run in tiles
-        if not (patch.found.guessed or in_parts):  # a norm that was guessed stays untiled where it cannot be tiled
-            yield path, patch.learned.largest[1]
+        in_parts = patch.untiled and patch.spec.below  # a mixture of experts, which run in tiles
+        if not (patch.spec.is_lone_norm or in_parts):  # a norm that was guessed stays untiled where it cannot be tiled
+            yield path, patch.largest.tiles
     for path, part in walk(module):
         if (head := get_patch(part, HeadPatch)) is not None:
-            yield path, head.learned.largest[1]
+            yield path, head.largest.tiles
 
 
 def patches_of(module: nn.Module) -> list[Patch]:

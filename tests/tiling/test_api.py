@@ -17,7 +17,8 @@ from lt_tiled import Tiling, tile, untile
 from lt_tiled.checkpointing import BlockPatch, patch_block
 from lt_tiled.modules.patch import get_patch, remove_patches
 from lt_tiled.modules.targets import find_tileable
-from lt_tiled.tiling.patched import TiledPatch
+from lt_tiled.tiling.patch import TiledPatch
+from lt_tiled.tiling.state import LargestCall
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, TinyLM, tiny_llama
 from tests.parity import EXACT, gradients, randn, reference, worst
 
@@ -133,7 +134,7 @@ def test_deepcopy_computes_with_its_own_weights() -> None:
     assert all(p.grad is None for p in module.parameters())
     untile(module)
     assert "forward" in twin.__dict__
-    assert get_patch(twin, TiledPatch).learned.largest == (20, 4)
+    assert get_patch(twin, TiledPatch).largest == LargestCall(20, 4)
 
 
 def test_pickled_module_comes_back_plain() -> None:
@@ -199,7 +200,7 @@ def test_patching_again_below_another_forward() -> None:
     module.forward = lambda x: ours(x)
     tile(untile(module), num_shards=5)
     assert worst(gradients(module, x), true) < EXACT
-    assert get_patch(module, TiledPatch).learned.largest == (20, 5)
+    assert get_patch(module, TiledPatch).largest == LargestCall(20, 5)
 
 
 def test_two_patches_are_removed_in_any_order() -> None:
@@ -230,7 +231,7 @@ def test_compiled_model() -> None:
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
         assert worst(gradients(model, x, call=compiled), true) < EXACT
-    assert get_patch(model[1], TiledPatch).learned.largest == (38, 4)
+    assert get_patch(model[1], TiledPatch).largest == LargestCall(38, 4)
 
 
 def test_compiled_module_is_found_and_tiled() -> None:

@@ -24,7 +24,8 @@ from torch.utils.checkpoint import (
 
 from lt_tiled import prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
-from lt_tiled.tiling.patched import TiledPatch
+from lt_tiled.tiling.patch import TiledPatch
+from lt_tiled.tiling.state import LargestCall
 from lt_tiled.tiling.recompute import RandomState
 from tests.interrupts import interrupted_at
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, tiny_llama
@@ -221,7 +222,7 @@ def test_hidden_states_by_keyword() -> None:
     """Hidden states that are passed by keyword are tiled too."""
     module = GatedMLP()
     check(module, randn(2, 19, H), call=lambda x: module(x=x))
-    assert get_patch(module, TiledPatch).learned.largest == (38, 4)
+    assert get_patch(module, TiledPatch).largest == LargestCall(38, 4)
 
 
 def by_hand(module: nn.Module, x: Tensor, size: int) -> Tensor:
@@ -380,7 +381,7 @@ def test_without_gradients(mode: type) -> None:
         tiled = module(x)
     assert not tiled.requires_grad
     assert torch.allclose(tiled, whole, atol=1e-6)
-    assert get_patch(module, TiledPatch).learned.largest == (38, 4)
+    assert get_patch(module, TiledPatch).largest == LargestCall(38, 4)
 
 
 def test_eval_mode_with_gradients() -> None:
@@ -407,7 +408,9 @@ def test_input_changed_before_the_backward_is_refused() -> None:
     x = randn(1, 9, H) * 1
     loss = module(x).sum()
     x.add_(1.0)
-    with pytest.raises(RuntimeError, match="GatedMLP: an argument of the tiled module was changed in place"):
+    with pytest.raises(
+        RuntimeError, match="GatedMLP: an argument or a weight of the tiled module was changed in place"
+    ):
         loss.backward()
 
 
@@ -662,7 +665,7 @@ def test_user_hook_inside(caplog: pytest.LogCaptureFixture) -> None:
     assert seen == [40, 40, 40]
     patch = get_patch(m, TiledPatch)
     assert patch is not None
-    assert patch.learned.largest == (40, 4)
+    assert patch.largest == LargestCall(40, 4)
 
 
 def test_a_sparse_gradient() -> None:

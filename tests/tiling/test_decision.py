@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lt_tiled import Tiling
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable
-from lt_tiled.tiling.patched import TiledPatch, Untiled, decide, patch_tiled
+from lt_tiled.tiling.patch import TiledPatch, Untiled, decide, patch_tiled
 from lt_tiled.tiling.state import EngineNeeds
 from lt_tiled.tiling.weights import Work
 from tests.models import GatedMLP, H
@@ -99,7 +99,7 @@ def test_what_follows(module: Any, same_order: bool, raised: type[Exception] | N
             module(x)
         return
     assert torch.allclose(module(x), true, atol=1e-6)
-    assert patch.learned.untiled == isinstance(module, WithExperts)
+    assert patch.untiled == isinstance(module, WithExperts)
 
 
 @pytest.mark.parametrize(("same_order", "agreed"), [(False, False), (True, False), (True, True)])
@@ -114,4 +114,4 @@ def test_what_nobody_named_stays_untiled(same_order: bool, agreed: bool) -> None
             module(x)
         return
     assert torch.allclose(module(x), true, atol=1e-6)
-    assert patch.learned.untiled
+    assert patch.untiled

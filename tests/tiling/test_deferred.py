@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from lt_tiled.modules.patch import get_patch
-from lt_tiled.tiling.deferred import Deferred
-from lt_tiled.tiling.patched import NeighborPatch, TiledPatch
+from lt_tiled.tiling.pending import Deferred
+from lt_tiled.tiling.patch import NeighborPatch, TiledPatch
 from tests.architectures import ARCHITECTURES
 from tests.meters import flops, peak_bytes
 from tests.models import WIDE, GatedMLP, H, Twice
@@ -315,8 +315,8 @@ def test_copies_pickles_and_release() -> None:
         gradients(net, x)
         clone = copy.deepcopy(net)
         patches = [get_patch(m[0].mlp, TiledPatch) for m in (net, clone)]
-        assert patches[0].learned.checked
-        assert not patches[1].learned.checked
+        assert patches[0].checked
+        assert not patches[1].checked
         assert get_patch(clone[0].pre_mlp_norm, NeighborPatch).tiled is patches[1]
         with torch.no_grad():
             for p in net.parameters():

@@ -20,8 +20,8 @@ import lt_tiled
 from lt_tiled import tile, untile
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.autograd import Backward
-from lt_tiled.tiling.patched import TiledPatch
-from lt_tiled.tiling.skip import LastLinear
+from lt_tiled.tiling.patch import TiledPatch
+from lt_tiled.tiling.last import LeavesOut as LastLinear
 from lt_tiled.tiling.weights import GradientSum
 from tests.models import WIDE, GatedMLP, H, PlainMLP
 from tests.parity import EXACT, gradients, less_accurate, randn, reference, worst
@@ -179,7 +179,7 @@ def test_gradients_of_the_last_projection(frozen: str) -> None:
     m.fc1.requires_grad_(frozen != "all others")
     true = reference(m, x)
     compare_steps(m, x, true)
-    assert list(get_patch(m, TiledPatch).learned.last.values()) == [3]
+    assert list(get_patch(m, TiledPatch).plans.values()) == [3]
 
 
 @pytest.mark.low_precision
@@ -198,7 +198,7 @@ def test_last_projection_under_autocast(weights: torch.dtype) -> None:
     tile(m, num_shards=4)
     for _ in range(2):
         assert less_accurate(gradients(m, x, call=call), untiled, true, torch.bfloat16) == {}
-    assert len(get_patch(m, TiledPatch).learned.last) == 1
+    assert len(get_patch(m, TiledPatch).plans) == 1
 
 
 class Doubled(nn.Linear):

@@ -9,7 +9,7 @@ import torch
 
 from lt_tiled import Tiling
 from lt_tiled.modules.feed_forward import MLPSizes
-from lt_tiled.tiling.layout import LARGE_TILE_TOKENS, MIN_TILE_TOKENS, TokenShape, sums_share, tile_bounds
+from lt_tiled.tiling.cut import LARGE_TILE_TOKENS, MIN_TILE_TOKENS, Tokens, sums_share, tile_bounds
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,6 @@ def test_views_of_tiles(sizes: tuple[int, ...]) -> None:
     """The views of tiles of one size or of two hold all tokens in their order."""
     bounds = [(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     whole = torch.arange(sum(sizes) * 2.0).view(1, -1, 2)
-    tiles = TokenShape(whole.shape[:-1]).tiles(whole, bounds)
+    tiles = Tokens(whole.shape[:-1]).tiles(whole, bounds)
     assert [tile.shape for tile in tiles] == [(1, size, 2) for size in sizes]
     assert torch.equal(torch.cat(list(tiles), 1), whole)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from lt_tiled import Tiling, prepare
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.patch import get_patches
-from lt_tiled.tiling import patched
-from lt_tiled.tiling.deferred import DeferredCall
-from lt_tiled.tiling.patched import TiledPatch
+from lt_tiled.tiling import patch as patched
+from lt_tiled.tiling.pending import Pending as DeferredCall
+from lt_tiled.tiling.patch import TiledPatch
+from lt_tiled.tiling.state import LargestCall
 from lt_tiled.tiling.state import EngineNeeds
 from tests.meters import flops, peak_bytes
 from tests.models import GatedMLP, H, PythonNorm, tiny_llama
@@ -67,7 +68,7 @@ def tokens() -> Tensor:
 
 
 def norms(model: nn.Module) -> list[TiledPatch]:
-    return [p for m in model.modules() for p in get_patches(m, TiledPatch) if p.found.guessed]
+    return [p for m in model.modules() for p in get_patches(m, TiledPatch) if p.spec.is_lone_norm]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_a_norm_over_tokens_stays_untiled() -> None:
     true = reference(model, x)
     with prepare(model, tiling=TILES, activation_checkpointing=True) as prepared:
         assert worst(gradients(model, x), true) <= 1e-10
-        assert [patch.learned.untiled for patch in norms(model)] == [True, True]
+        assert [patch.untiled for patch in norms(model)] == [True, True]
         assert [row.tiles for row in prepared.report().tiled] == [4, 4]
         assert prepared.report().norms == ()
 
@@ -133,7 +134,7 @@ def test_a_norm_whose_weights_are_freed_runs_in_tiles_of_its_own() -> None:
     true = reference(model, x)
     with prepare(model, tiling=TILES, activation_checkpointing=True) as prepared:
         for patch in norms(model):
-            patch.needs = EngineNeeds(defer=False)
+            patch.needs = EngineNeeds(pending=False)
         assert worst(gradients(model, x), true) <= 1e-10
         assert [row.tiles for row in prepared.report().norms] == [4, 4]
         assert not any(met for block in model for met in block.attention.met)
@@ -214,7 +215,7 @@ def test_a_norm_keeps_the_layout_of_its_input() -> None:
     with prepare(model, tiling=TILES):
         assert worst(gradients(model, x), true) <= 1e-10
         norm = model[0].attention.q_norm
-        assert get_patches(norm, TiledPatch)[0].learned.largest == (2 * 18 * 2, 4)
+        assert get_patches(norm, TiledPatch)[0].largest == LargestCall(2 * 18 * 2, 4)
         heads = randn(2, 18, 2, H, dtype=torch.float64).transpose(1, 2)
         assert peak_bytes(lambda: norm(heads)) < 2 * heads.nbytes  # its output and a tile
     assert {strides for block in model for strides in block.attention.strides} == {(36 * H, H, 2 * H, 1)}

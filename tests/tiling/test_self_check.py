@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lt_tiled import NotPositionWiseError, Tiling, prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
-from lt_tiled.tiling import self_check as module_of_the_check
-from lt_tiled.tiling.patched import TiledPatch
+from lt_tiled.tiling import check as module_of_the_check
+from lt_tiled.tiling.patch import TiledPatch
 from lt_tiled.tiling.recompute import RandomState
 from tests.models import GatedMLP, H, MeanBackward, PlainMLP, RoutedMLP
 from tests.parity import less_accurate, randn
@@ -330,7 +330,7 @@ def test_samples_of_each_token_pass(sample: Callable[[Tensor], Tensor]) -> None:
     module(randn(1, 40, H), torch.rand(1, 40, 1)).sum().backward()
     patch = get_patch(module, TiledPatch)
     assert patch is not None
-    assert patch.learned.checked
+    assert patch.checked
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 1), (1, 20, H)])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lt_tiled import tile
 from lt_tiled.modules.patch import get_patch
-from lt_tiled.tiling.patched import TiledPatch
+from lt_tiled.tiling.patch import TiledPatch
 from tests.models import GatedMLP, H
 from tests.parity import EXACT, gradients, randn, reference, worst
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 def last(module: nn.Module) -> list[int | None]:
-    return list(get_patch(module, TiledPatch).learned.last.values())
+    return list(get_patch(module, TiledPatch).plans.values())
 
 
 class WritesOutput(GatedMLP):

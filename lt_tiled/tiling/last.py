@@ -1,0 +1,157 @@
+"""Leaving out the last projection of a recomputed tile.
+
+NOTE [What the recompute leaves out]
+The backward pass of a matrix product reads its inputs and not its output. So where a tile returns the output of an
+``nn.Linear`` as it is, the recompute does not compute it: the module returns a tensor without a value, which raises at
+any use, and the two products of its backward pass are computed without autograd. The first forward pass finds the
+module. Where the value is used after all, the tile is recomputed in full, in later calls as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lt_tiled.tiling.weights import GradientSum
+
+FORWARD = "_lt_tiled_last"
+"""The attribute of a patched projection that holds what runs in place of its own forward."""
+
+
+class NotLeftOut(Exception):
+    """The output of the last projection is used, or is not what the tile returns."""
+
+
+def find_last(run: Callable[[], Any]) -> tuple[Any, nn.Linear | None, Any]:
+    """Run a tile; return its output, the linear module whose output that is, if there is one, and its input."""
+    seen: list[tuple[nn.Module, Any, Any]] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if type(module) is nn.Linear:
+            seen.append((module, args, output))
+
+    with register_module_forward_hook(note):
+        output = run()
+    made = [(module, args) for module, args, own in seen if own is output]
+    if len(made) != 1:
+        return output, None, None
+    (module, args), *_ = made
+    # A hook of the module would read what is left out.
+    if module._forward_hooks or len(args) != 1:
+        return output, None, None
+    return output, module, args[0]  # type: ignore[return-value]
+
+
+@contextmanager
+def _instead(linear: nn.Linear, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a linear module run something else for a while; a patched one is asked for below its patches."""
+    name = FORWARD if "forward" in linear.__dict__ else "forward"
+    linear.__dict__[name] = forward
+    try:
+        yield
+    finally:
+        try:
+            linear.__dict__.pop(name, None)
+        finally:  # again, after Ctrl-C in the first attempt
+            linear.__dict__.pop(name, None)
+
+
+def run_noting_input(linear: nn.Linear, run: Callable[[], Any]) -> tuple[Any, Tensor | None]:
+    """Run a tile; return its output, and the input of its last projection."""
+    inputs: list[Tensor] = []
+
+    def forward(input: Tensor) -> Tensor:
+        inputs.append(input)
+        return nn.Linear.forward(linear, input)
+
+    with _instead(linear, forward):
+        output = run()
+    return output, inputs[-1] if inputs else None
+
+
+class LeavesOut:
+    """While a tile runs, leaves out its last projection: see NOTE [What the recompute leaves out].
+
+    Args:
+        linear: The module.
+        weight: The gradient sum of its weight; ``None`` if it is frozen.
+        bias: The gradient sum of its bias; ``None`` if it is frozen or absent.
+        dtype: Autocast's, where it is enabled.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, weight: GradientSum | None, bias: GradientSum | None, dtype: torch.dtype | None
+    ) -> None:
+        self.linear = linear
+        self.input: Tensor | None = None
+        """The input of the projection in the tile that runs."""
+        self._sums, self._dtype = (weight, bias), dtype
+        held = (linear.weight if weight is None else weight.leaf).detach()
+        self._weight = held if dtype is None else held.to(dtype)
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Run a tile without its last projection."""
+        self.input = None
+        with _instead(self.linear, self._forward):
+            return function()
+
+    def _forward(self, input: Tensor) -> Tensor:
+        dtype = self._dtype or input.dtype
+        wrapped = is_traceable_wrapper_subclass(input) or is_traceable_wrapper_subclass(self._weight)
+        # The module's own code may turn autocast off, and autocast leaves float64 as it is.
+        autocast = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else None
+        if self.input is not None or wrapped or autocast != self._dtype or self._weight.dtype != dtype:
+            raise NotLeftOut
+        if input.dtype == torch.float64 != dtype:
+            raise NotLeftOut
+        self.input, self._version = input, input._version
+        shape = (*input.shape[:-1], self._weight.shape[0])
+        self.output = Tensor._make_wrapper_subclass(_Unread, shape, dtype=dtype, device=input.device)
+        return self.output
+
+    def check(self, outputs: Sequence[Any]) -> None:
+        """Raise :class:`NotLeftOut` if the tile returned something else than the output of the projection."""
+        if self.input is None or len(outputs) != 1 or outputs[0] is not self.output:
+            raise NotLeftOut
+        if self.output.read or self.input._version != self._version:
+            raise NotLeftOut
+
+    def roots(self, gradient: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Add the gradients of weight and bias to their sums, given that of the output ``[..., out]``.
+
+        Returns:
+            Where the rest of the tile's graph ends, with its gradient.
+        """
+        input = self.input
+        if gradient is None or input is None:
+            return []
+        rows, (weight, bias) = gradient.flatten(0, -2), self._sums  # [t, out]
+        if weight is not None:
+            flat = input.detach().flatten(0, -2)  # [t, in]
+            weight.add_product(rows.t(), flat if self._dtype is None else flat.to(self._dtype))
+        if bias is not None:
+            bias.add(rows.sum(0))
+        if not input.requires_grad:
+            return []
+        return [(input, rows.mm(self._weight).view_as(input).to(input.dtype))]
+
+
+class _Unread(Tensor):
+    """A tensor without a value."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    read = False
+    """Whether something tried to use it: the module's own code may catch the exception."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, cls):
+                value.read = True
+        raise NotLeftOut

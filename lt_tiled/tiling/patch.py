@@ -1,0 +1,367 @@
+"""What runs in place of a tiled module's method and of the norms next to it.
+
+NOTE [How a call runs]
+:class:`TiledPatch` decides for each call. It runs in tiles together with the norm that is pending before it, or alone,
+or untiled for one of these reasons, which code and settings give:
+
+==========  ================================================================  =======================================
+reason      when                                                              what follows
+==========  ================================================================  =======================================
+transform   torch.func or forward-mode differentiation is around              untiled, one line
+hook        a user's hook inside would see tiles                              untiled, one warning
+inputs      no plain hidden states: nested tensors, DTensors                  untiled
+short       fewer tokens than two tiles need                                  untiled
+check       the self-check failed                                             raises if a user chose the module; else
+                                                                              untiled for ever, one warning; the
+                                                                              experts of a mixture run in tiles
+==========  ================================================================  =======================================
+
+On several ranks, what runs untiled passes its weights through an anchor: see NOTE [One order on all ranks].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lt_tiled._log import warn
+from lt_tiled.errors import REMEDY, NotPositionWiseError
+from lt_tiled.modules.feed_forward import MLPSizes, Tileable, cannot_be_tiled, find_sizes, is_one_kernel, parts_below
+from lt_tiled.modules.find import outermost, walk, walk_all
+from lt_tiled.modules.patch import (
+    HOOKS,
+    Order,
+    Patch,
+    compiler,
+    get_patch,
+    get_patches,
+    is_of,
+    remove_patch,
+    roots,
+    set_patch,
+)
+from lt_tiled.policies import Tiling
+from lt_tiled.tiling.call import TiledCall, TileFunction, split_arguments
+from lt_tiled.tiling.check import check_position_wise
+from lt_tiled.tiling.compiled import compiled
+from lt_tiled.tiling.cut import Tokens, tile_bounds
+from lt_tiled.tiling.last import FORWARD
+from lt_tiled.tiling.pending import Pending, output_of, values
+from lt_tiled.tiling.recompute import is_transformed
+from lt_tiled.tiling.recorded import CAPTURING, active_collector, is_recorded, run_recorded
+from lt_tiled.tiling.run import Through, is_real, run_tiled, run_untiled
+from lt_tiled.tiling.state import EngineNeeds, Owner, Tiled, TileSpec
+
+CallWithInputs = tuple[TiledCall, list[Tensor]]
+_NO_USERS = ("torch.", "deepspeed.", "lt_tiled.", CAPTURING)
+"""Packages whose hooks compute weights, follow modules or record outputs."""
+
+
+# Setting patches, and removing them
+
+
+def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: Owner | None) -> TiledPatch:
+    """Tile what was found, for its owner to undo.
+
+    Raises:
+        ValueError: If it is tiled already, or is known not to be position-wise.
+    """
+    module, name = tileable.module, tileable.name
+    if get_patch(module, TiledPatch, tileable.method) is not None:
+        raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
+    parts, norm_of = roots(module, tileable.parts), tileable.norm_of
+    for root in parts:
+        for below, part in walk_all(root):
+            if reason := cannot_be_tiled(part):
+                kind = type(part).__name__
+                raise ValueError(f"{name} cannot be tiled: {below or 'it'} is a {kind}, {reason}. {REMEDY}")
+    spec = TileSpec(
+        name,
+        tileable.kind,
+        tileable.parts,
+        below=parts_below(module) if tileable.method == "forward" else (),
+        sizes=find_sizes(*parts) if norm_of is None else MLPSizes.dense(norm_of, norm_of),
+        requested=tileable.named,
+        is_lone_norm=norm_of is not None,
+        pends=bool(tileable.after),
+        joins=bool(tileable.before),
+    )
+    patch = TiledPatch(spec, tiling, needs, owner)
+    set_patch(module, patch, tileable.method)
+    for before, neighbors in ((True, tileable.before), (False, tileable.after)):
+        for neighbor in neighbors:
+            if get_patch(neighbor, TiledPatch) is None:  # what several modules share is the first one's neighbor
+                alone = not (spec.is_lone_norm or is_one_kernel(neighbor))
+                own = replace(spec, parts=None, below=(), pends=before, joins=not before, alone=alone)
+                set_patch(neighbor, TiledPatch(own, tiling, needs, owner, patch))
+    if tileable.parent is not None and get_patch(tileable.parent, Boundary) is None:
+        set_patch(tileable.parent, Boundary(owner))
+    return patch
+
+
+def restore_tiled(model: nn.Module, owner: Owner | None) -> None:
+    """Undo :func:`patch_tiled` for one owner, on copies of the modules (peft's ``modules_to_save``) too."""
+    for _, module in walk_all(model):
+        for patch in get_patches(module, Patch):
+            if isinstance(patch, TiledPatch | Boundary) and patch.owner is owner:
+                remove_patch(module, patch)
+
+
+def tiled_patches(model: nn.Module) -> Iterator[tuple[str, nn.Module, TiledPatch]]:
+    """Yield path, module and patch of each tiled module."""
+    for path, module in walk_all(model):
+        for patch in get_patches(module, TiledPatch):
+            if patch.is_leader:
+                yield path, module, patch
+
+
+def whole_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the outermost modules whose weights must all be there while tiles in them run, with their paths.
+
+    These are the parents of tiled modules and of their neighbors, which may run in the same tiles, and tiled modules
+    that have no neighbors.
+    """
+    tiled = {module for _, module, _ in tiled_patches(model)}
+    return outermost((path, m) for path, m in walk_all(model) if m in tiled or get_patch(m, Boundary))
+
+
+class Boundary(Patch):
+    """On a block: nothing that is pending leaves it, because its engine may free the weights."""
+
+    order = Order.PARENT
+
+    def __init__(self, owner: Owner | None) -> None:
+        self.owner = owner
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what is pending in the outputs of a block."""
+        return values(self.inner(module, *args, **kwargs))
+
+
+# A call
+
+
+@dataclass(frozen=True)
+class Untiled:
+    """Why a call does not run in tiles: see NOTE [How a call runs]."""
+
+    reason: Literal["transform", "hook", "inputs", "short", "check"]
+    what: str = ""
+    """The module with the hook, or the message of the self-check."""
+    error: Exception | None = None
+
+
+class TiledPatch(Tiled, Patch):
+    """On a tiled module, on a norm next to one, and on the projections behind a norm.
+
+    Args:
+        spec: What was found at setup.
+        tiling: How it is tiled.
+        needs: What the engine needs.
+        owner: Who set it.
+        leader: The patch whose tiles it may share: of the MLP, or of the norm before projections.
+    """
+
+    order = Order.TILE
+
+    def __init__(
+        self,
+        spec: TileSpec,
+        tiling: Tiling,
+        needs: EngineNeeds,
+        owner: Owner | None,
+        leader: TiledPatch | None = None,
+    ) -> None:
+        super().__init__(spec, tiling, needs, owner)
+        self.name, self.leader = spec.name, leader or self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        copy = super().__deepcopy__(memo)
+        assert isinstance(copy, TiledPatch)
+        copy.leader = memo.get(id(self.leader)) or self.leader.__deepcopy__(memo)  # type: ignore[assignment]
+        copy.needs, copy.largest = deepcopy(self.needs, memo), replace(self.largest)
+        copy.forget()
+        return copy
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether it is on a tiled module, and not on a neighbor of one."""
+        return self.leader is self
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call: see NOTE [How a call runs]."""
+        if self.untiled or not self.leader.active:
+            return self.inner(module, *values(args), **values(kwargs))
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"{self.name} is tiled, and torch.export and torch.jit cannot go through its tiles: call"
+                " lt_tiled.untile() on it first."
+            )
+        self.needs.update(module)
+        # 1. What runs on a tile.
+        function, made, through = self._function(module), None, {}
+        collector = active_collector() if is_recorded(function.inside) else None
+        if collector is not None:
+            function = replace(function, run=partial(run_recorded, function.run, tuple(collector)), key=(id(self), ""))
+        # 2. Together with the norm that is pending before it, or alone.
+        pending = args[0] if args else None
+        if isinstance(pending, Pending) and pending.may_join(self.leader):
+            together, both = pending.followed_by(function, (pending, *values(args[1:])))
+            made, through = self.decide(together, both, values(kwargs)), pending.through
+            if isinstance(made, Untiled):
+                self.refused |= {together.key} if made.error is not None else set()
+                made = None
+        if made is None:
+            args, kwargs = values((args, kwargs))
+            made, through = self.decide(function, args, kwargs), {}
+        # 3. Untiled.
+        if isinstance(made, Untiled):
+            self._accept(made, module)
+            return self._run_untiled(made, function, partial(self.inner, module, *args, **kwargs))
+        # 4. In the tiles of what follows, if that takes its output.
+        call, inputs = made
+        later = self._later(module, call, inputs, through)
+        if later is not None:
+            return later
+        if not (self.spec.alone or call.function.joined):
+            return self._run_untiled(Untiled("short"), function, partial(self.inner, module, *args, **kwargs))
+        # 5. In tiles of its own.
+        if self.is_leader or call.function.joined:
+            self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind, str(self.tiling))
+        output = run_tiled(call, inputs, through)
+        if collector is None:
+            return output
+        output, found = output
+        for key, tensors in found.items():
+            collector[key].extend(tensors)
+        return output
+
+    def _function(self, module: nn.Module) -> TileFunction:
+        """Return what runs on a tile: the module's own code below this patch."""
+        below = self.bound(module)
+        if self.tiling.compile is not False:
+            self.compiled = below = self.compiled or compiled(below, self.tiling.compile)
+        if type(module) is nn.Linear:
+            below = partial(_run_linear, module, below)
+        return TileFunction.of(below, roots(module, self.spec.parts), id(self), whole=self.spec.parts is None)
+
+    # Decide
+
+    def decide(self, function: TileFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallWithInputs | Untiled:
+        """Return the call to run in tiles, or why it runs untiled."""
+        if is_transformed():
+            return Untiled("transform")
+        if function.key in self.refused:
+            return Untiled("check")
+        for part in function.inside:
+            if has_users_hook(part):
+                return Untiled("hook", type(part).__name__)
+        inputs, arguments = split_arguments(args, kwargs)
+        hidden = next((t for t in inputs if t.is_floating_point() and t.dim() > 1), None)
+        if hidden is None or hidden.is_nested or hasattr(hidden, "placements"):  # a DTensor
+            return Untiled("inputs")
+        tokens = Tokens(hidden.shape[:-1])
+        bounds = tile_bounds(self.tiling, tokens.count, hidden.shape[-1], self.spec.sizes)
+        try:
+            arguments.refuse_gradients_inside(self.name)
+            call = TiledCall(function, inputs, arguments, tokens, bounds, self)
+            if self._is_due(call, inputs) and check_position_wise(call, inputs, self.owner):
+                self.checked.add(call.kind)
+        except NotPositionWiseError as error:
+            return Untiled("check", str(error), error)
+        return Untiled("short") if len(bounds) < 2 else (call, inputs)
+
+    def _is_due(self, call: TiledCall, inputs: list[Tensor]) -> bool:
+        """Whether a call is to be checked.
+
+        What nobody named is checked in the first step, and not in the first one that is long enough to tile. That a
+        norm may share the tiles of what follows is a guess, so it is checked whatever the policy says.
+        """
+        spec = self.spec
+        guessed = spec.is_lone_norm or call.function.joined
+        wanted = is_real(inputs[0]) and (guessed or self.tiling.self_check)
+        early = not (spec.requested or spec.is_lone_norm) and torch.is_grad_enabled()
+        long_enough = call.tokens.count > 1 and (early or len(call.bounds) > 1)
+        return wanted and long_enough and call.kind not in self.checked
+
+    # Run
+
+    def _later(self, module: nn.Module, call: TiledCall, inputs: list[Tensor], through: Through) -> Pending | None:
+        """Return a pending output where what follows may take it: see NOTE [Pending]."""
+        if not (self.spec.pends and self.needs.pending and call.differentiable) or compiler.get() is not None:
+            return None
+        # A recompute records nothing, and must run as the forward pass did.
+        if has_users_hook(module) or is_recorded(call.function.inside):
+            return None
+        if not all(type(t) in (Tensor, nn.Parameter, FakeTensor) and not t.is_inference() for t in inputs):
+            return None
+        key = call.kind, *(t.dtype for t in inputs)
+        if key not in self.outputs:
+            self.outputs[key] = output_of(call, inputs)
+        output = self.outputs[key]
+        if output is None:
+            return None
+        return Pending.of(call, inputs, through, self.leader, output)
+
+    def _run_untiled(self, why: Untiled, function: TileFunction, inner: Callable[[], Any]) -> Any:
+        """Run the module as it is, where ranks may differ with its weights behind an anchor."""
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if several and torch.is_grad_enabled() and why.reason in ("hook", "short"):
+            return run_untiled(function.parts, self.name, inner)
+        return inner()
+
+    def _accept(self, untiled: Untiled, module: nn.Module) -> None:
+        """Warn that a call runs untiled, and remember it where later calls must do the same.
+
+        Raises:
+            NotPositionWiseError: If the self-check failed, a user chose the module, and nothing in it can be tiled.
+        """
+        name, spec = self.name, self.spec
+        if untiled.reason == "hook":
+            warn(
+                f"{name} runs untiled, because {untiled.what} inside it has a hook, which would see tiles, not all"
+                f" tokens. Put the hook on {name} itself to keep it tiled.",
+                once=f"hook {name} {untiled.what}",
+            )
+        elif untiled.error is not None:
+            if self.is_leader and spec.requested and not spec.below:
+                raise untiled.error
+            # From now on, because a recompute in the backward pass must repeat the forward pass.
+            self.untiled = True
+            if self.is_leader and not spec.is_lone_norm:
+                self._tile_below(module)
+                instead = "Nobody named it, so it runs untiled."
+                if spec.below:
+                    instead = f"Below its router {' and '.join(spec.below)} run in tiles."
+                warn(f"{untiled.what} {instead}", once=f"untiled {spec.kind}")
+
+    def _tile_below(self, module: nn.Module) -> None:
+        """Tile the experts of a mixture, which runs untiled itself."""
+        parts = dict(walk(module))
+        for path in self.spec.below:
+            if get_patch(part := parts[path], TiledPatch) is None:
+                below = Tileable.of_module(f"{self.name}.{path}", part, named=self.spec.requested)
+                patch_tiled(below, self.tiling, self.needs, self.owner)
+
+
+def _run_linear(module: nn.Module, below: Callable[..., Any], input: Tensor) -> Tensor:
+    """Run a projection, or what leaves it out: see NOTE [What the recompute leaves out]."""
+    output: Tensor = module.__dict__.get(FORWARD, below)(input)
+    return output
+
+
+def has_users_hook(module: nn.Module) -> bool:
+    """Whether a user set a hook on a module. Those of frameworks compute weights, follow modules or record outputs."""
+    for kind in HOOKS:
+        for hook in module.__dict__[kind].values():
+            if not is_of(hook, _NO_USERS):
+                return True
+    return False

@@ -1,0 +1,184 @@
+"""Tensors that are computed on first use.
+
+NOTE [Pending]
+A norm whose output may go into the tiles of what follows it, an MLP or the projections of attention, returns a
+:class:`Pending` tensor, which has not run. If its first use is that module, both run in the same tiles, and the tensor
+between them never exists in full. Any other use runs it at once and goes on with its value, so the block's own code
+decides, and a wrong guess costs nothing else. The tensor has its place in the graph from the beginning: a custom
+autograd Function, which goes past Python's operators, gets the right value and gradient as well. Nothing that is
+pending leaves its block, whose engine may free the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lt_tiled.tiling.call import TiledCall, TileFunction
+from lt_tiled.tiling.recompute import PlainSavedTensors, Precision, hidden_from_modes, random_state_kept, version_of
+from lt_tiled.tiling.run import Edges, Through, run_later, run_now
+
+
+class Deferred(Tensor):
+    """A tensor that is computed on first use. Subclasses say how, and what can be joined to it instead."""
+
+    @classmethod
+    def like(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+        """Return an instance without memory."""
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+    has_value = False
+    """Whether there is a plain tensor, whose shape may have been changed in place since."""
+
+    def value(self, because: str = "") -> Tensor:
+        """Return the plain tensor with its graph.
+
+        Args:
+            because: The name of the function that uses it.
+        """
+        raise AssertionError
+
+    def data_value(self) -> Tensor:
+        """Return the plain tensor without a graph, for code below autograd."""
+        raise AssertionError
+
+    def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a function that needs no value, else ``NotImplemented``."""
+        return NotImplemented
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Deferred))
+        if func in _METADATA and not first.has_value:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        joined = first.joined(func, args, kwargs)
+        if joined is not NotImplemented:
+            return joined
+        args, kwargs = values((args, kwargs), getattr(func, "__name__", str(func)))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = pytree.tree_map_only(Deferred, lambda t: t.data_value(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _getter(name: str) -> Any:
+    return Tensor.__dict__.get(name, getattr(torch._C.TensorBase, name)).__get__
+
+
+_METADATA = {_getter(name) for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")}
+_METADATA |= {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.stride}
+_METADATA |= {Tensor.is_floating_point, Tensor.__len__}
+
+
+def values(tree: Any, because: str = "") -> Any:
+    """Return the tree with the values of all deferred tensors in it."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Deferred):
+            return pytree.tree_map_only(Deferred, lambda t: t.value(because), tree)
+    return tree
+
+
+class Pending(Deferred):
+    """The output of a call that has not run: see NOTE [Pending]."""
+
+    call: TiledCall
+    inputs: Sequence[Tensor]
+    versions: list[int]
+    """Of the inputs and weights."""
+    box: list[Any]
+    """The call's trace, once it ran."""
+    edges: Edges
+    group: Any
+    """Who may run it in its tiles."""
+    _data: Tensor | None
+    _value: Tensor | None
+
+    @classmethod
+    def of(cls, call: TiledCall, inputs: Sequence[Tensor], through: Through, group: Any, output: Output) -> Pending:
+        """Return the output of a call, which is like ``output`` and runs on first use."""
+        tail, dtype = output
+        pending: Pending = cls.like((*call.tokens.lead, *tail), dtype, call.device)
+        pending.call, pending.inputs, pending.group, pending.box = call, inputs, group, []
+        pending._data = pending._value = None
+        pending.versions = pending._versions()
+        pending.edges = run_later(call, inputs, through, pending.box, pending)
+        return pending
+
+    def _versions(self) -> list[int]:
+        return [version_of(tensor) for tensor in (*self.inputs, *self.call.weights)]
+
+    def _refuse_if_changed(self) -> None:
+        if self._versions() != self.versions:
+            raise RuntimeError(
+                f"{self.call.name}: its input or its weights were changed in place before its output was used."
+                " Make the change out of place, use the output before, or remove the module from Tiling(targets=...)."
+            )
+
+    def value(self, because: str = "") -> Tensor:
+        """Run the call, once, and return its output with its graph."""
+        if self._value is None:
+            with torch.inference_mode(False), torch.enable_grad():
+                self._value = _Value.apply(self)
+            self.has_value = True
+        return self._value
+
+    def data_value(self) -> Tensor:
+        """Run the call, once, and return its output without a graph."""
+        if self._data is None:
+            self._refuse_if_changed()
+            self._data, self.inputs = run_now(self.call, self.inputs, self.box), []
+        return self._data.detach()
+
+    def may_join(self, group: Any) -> bool:
+        """Whether what follows may run in the same tiles: nothing used it, and gradients and autocast are as before."""
+        now = Precision.now(self.call.device)
+        return self.group is group and self._data is None and torch.is_grad_enabled() and now == self.call.precision
+
+    def followed_by(self, function: TileFunction, args: tuple[Any, ...]) -> tuple[TileFunction, tuple[Any, ...]]:
+        """Return what runs this and then a function on its output, and the arguments for both."""
+        self._refuse_if_changed()
+        own = self.edges[: len(self.inputs)]
+        return function.after(self.call.function, len(own)), (*own, *args[1:])
+
+    @property
+    def through(self) -> Through:
+        """The weights, and the outputs of the anchor that they went through."""
+        return dict(zip(self.call.weights, self.edges[len(self.inputs) :], strict=True))
+
+
+Output = tuple[torch.Size, torch.dtype]
+"""The dimensions of an output behind those of the tokens, and its dtype."""
+
+
+def output_of(call: TiledCall, inputs: Sequence[Tensor]) -> Output | None:
+    """Return what the output of a call is like, from a run of two tokens; ``None`` for what is not per token."""
+    with hidden_from_modes(inputs[0]), random_state_kept(call.device), torch.no_grad(), PlainSavedTensors():
+        few: list[Tensor] = []
+        for tensor, per_token in zip(inputs, call.per_token, strict=True):
+            few.append(call.tokens.few(tensor.detach(), 2) if per_token else tensor.detach())
+        output = call.run(few)
+    lead = call.tokens.tile_lead(2)
+    if not isinstance(output, Tensor) or output.shape[: len(lead)] != lead:
+        return None
+    return output.shape[len(lead) :], output.dtype
+
+
+class _Value(torch.autograd.Function):
+    """The plain tensor of a pending one."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: Pending) -> Tensor:
+        return pending.data_value()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
