@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.pending import Deferred
-from lt_tiled.tiling.patch import NeighborPatch, TiledPatch
+from lt_tiled.tiling.patch import TiledPatch
 from tests.architectures import ARCHITECTURES
 from tests.meters import flops, peak_bytes
 from tests.models import WIDE, GatedMLP, H, Twice
