@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lt_tiled.modules.patch import is_of
 from lt_tiled.tiling.weights import GradientSum
 
 FORWARD = "_lt_tiled_last"
@@ -92,7 +93,8 @@ class LeavesOut:
         self.input: Tensor | None = None
         """The input of the projection in the tile that runs."""
         self._sums, self._dtype = (weight, bias), dtype
-        held = (linear.weight if weight is None else weight.leaf).detach()
+        self._held = linear.weight if weight is None else weight.leaf
+        held = self._held.detach().conj()
         self._weight = held if dtype is None else held.to(dtype)
 
     def run(self, function: Callable[[], Any]) -> Any:
@@ -102,17 +104,18 @@ class LeavesOut:
             return function()
 
     def _forward(self, input: Tensor) -> Tensor:
-        dtype = self._dtype or input.dtype
+        dtype, linear = self._dtype or input.dtype, self.linear
         wrapped = is_traceable_wrapper_subclass(input) or is_traceable_wrapper_subclass(self._weight)
         # The module's own code may turn autocast off, and autocast leaves float64 as it is.
         autocast = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else None
         if self.input is not None or wrapped or autocast != self._dtype or self._weight.dtype != dtype:
             raise NotLeftOut
-        if input.dtype == torch.float64 != dtype:
+        # The module's own code may have put another weight in its place.
+        if linear.weight is not self._held or input.dtype == torch.float64 != dtype:
             raise NotLeftOut
         self.input, self._version = input, input._version
         shape = (*input.shape[:-1], self._weight.shape[0])
-        self.output = Tensor._make_wrapper_subclass(_Unread, shape, dtype=dtype, device=input.device)
+        self.output: _Unread = _NoValue.apply(shape, dtype, input, linear.weight, linear.bias)
         return self.output
 
     def check(self, outputs: Sequence[Any]) -> None:
@@ -120,6 +123,9 @@ class LeavesOut:
         if self.input is None or len(outputs) != 1 or outputs[0] is not self.output:
             raise NotLeftOut
         if self.output.read or self.input._version != self._version:
+            raise NotLeftOut
+        # Hooks of torch follow modules. A user's may read the value.
+        if not all(is_of(hook, ("torch.",)) for hook in (self.output._backward_hooks or {}).values()):
             raise NotLeftOut
 
     def roots(self, gradient: Tensor | None) -> list[tuple[Tensor, Tensor]]:
@@ -133,7 +139,7 @@ class LeavesOut:
             return []
         rows, (weight, bias) = gradient.flatten(0, -2), self._sums  # [t, out]
         if weight is not None:
-            flat = input.detach().flatten(0, -2)  # [t, in]
+            flat = input.detach().conj().flatten(0, -2)  # [t, in]
             weight.add_product(rows.t(), flat if self._dtype is None else flat.to(self._dtype))
         if bias is not None:
             bias.add(rows.sum(0))
@@ -154,4 +160,16 @@ class _Unread(Tensor):
         for value in (*args, *(kwargs or {}).values()):
             if isinstance(value, cls):
                 value.read = True
+        raise NotLeftOut
+
+
+class _NoValue(torch.autograd.Function):
+    """Gives a tensor without a value the node that the output of the projection has."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, input: Tensor, *weights: Tensor | None) -> Any:
+        return Tensor._make_wrapper_subclass(_Unread, shape, dtype=dtype, device=input.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
         raise NotLeftOut

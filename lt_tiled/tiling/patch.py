@@ -54,7 +54,7 @@ from lt_tiled.tiling.check import check_position_wise
 from lt_tiled.tiling.compiled import compiled
 from lt_tiled.tiling.cut import Tokens, tile_bounds
 from lt_tiled.tiling.last import FORWARD
-from lt_tiled.tiling.pending import Pending, output_of, values
+from lt_tiled.tiling.pending import Pending, none_left, output_of, values
 from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.recorded import CAPTURING, active_collector, is_recorded, run_recorded
 from lt_tiled.tiling.run import Through, is_real, run_tiled, run_untiled
@@ -142,8 +142,9 @@ class Boundary(Patch):
         self.owner = owner
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what is pending in the outputs of a block."""
-        return values(self.inner(module, *args, **kwargs))
+        """Run what is pending in the outputs of a block, or was stored."""
+        with none_left():
+            return values(self.inner(module, *args, **kwargs))
 
 
 # A call
@@ -228,14 +229,14 @@ class TiledPatch(Tiled, Patch):
             return self._run_untiled(made, function, partial(self.inner, module, *args, **kwargs))
         # 4. In the tiles of what follows, if that takes its output.
         call, inputs = made
+        if self.is_leader or call.function.joined:
+            self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind, str(self.tiling))
         later = self._later(module, call, inputs, through)
         if later is not None:
             return later
         if not (self.spec.alone or call.function.joined):
             return self._run_untiled(Untiled("short"), function, partial(self.inner, module, *args, **kwargs))
         # 5. In tiles of its own.
-        if self.is_leader or call.function.joined:
-            self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind, str(self.tiling))
         output = run_tiled(call, inputs, through)
         if collector is None:
             return output

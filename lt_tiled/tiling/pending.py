@@ -6,20 +6,32 @@ A norm whose output may go into the tiles of what follows it, an MLP or the proj
 between them never exists in full. Any other use runs it at once and goes on with its value, so the block's own code
 decides, and a wrong guess costs nothing else. The tensor has its place in the graph from the beginning: a custom
 autograd Function, which goes past Python's operators, gets the right value and gradient as well. Nothing that is
-pending leaves its block, whose engine may free the weights.
+pending leaves its block, whose engine may free the weights. What draws random numbers is never pending: a second use
+would draw others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lt_tiled.modules.patch import is_of
 from lt_tiled.tiling.call import TiledCall, TileFunction
-from lt_tiled.tiling.recompute import PlainSavedTensors, Precision, hidden_from_modes, random_state_kept, version_of
+from lt_tiled.tiling.recompute import (
+    PlainSavedTensors,
+    Precision,
+    RandomState,
+    hidden_from_modes,
+    random_state_kept,
+    version_of,
+)
 from lt_tiled.tiling.run import Edges, Through, run_later, run_now
 
 
@@ -77,6 +89,7 @@ def _getter(name: str) -> Any:
 _METADATA = {_getter(name) for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")}
 _METADATA |= {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.stride}
 _METADATA |= {Tensor.is_floating_point, Tensor.__len__}
+_OF_THE_GRAPH = {_getter(name) for name in ("grad_fn", "is_leaf", "grad")} | {Tensor.register_hook, Tensor.retain_grad}
 
 
 def values(tree: Any, because: str = "") -> Any:
@@ -85,6 +98,24 @@ def values(tree: Any, because: str = "") -> Any:
         if isinstance(leaf, Deferred):
             return pytree.tree_map_only(Deferred, lambda t: t.value(because), tree)
     return tree
+
+
+@contextmanager
+def none_left() -> Iterator[None]:
+    """Run what became pending inside and what something still refers to, while its weights are there."""
+    inside: list[weakref.ref[Pending]] = []
+    token = _inside.set(inside)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+    for reference in inside:
+        pending = reference()
+        if pending is not None:
+            pending.data_value()
+
+
+_inside: ContextVar[list[weakref.ref[Pending]] | None] = ContextVar("pending_inside", default=None)
 
 
 class Pending(Deferred):
@@ -99,8 +130,12 @@ class Pending(Deferred):
     edges: Edges
     group: Any
     """Who may run it in its tiles."""
+    joined_by_next = False
+    """Whether what follows runs it in its tiles."""
     _data: Tensor | None
     _value: Tensor | None
+    _node: Any
+    """Of the value, as long as nothing changed it in place."""
 
     @classmethod
     def of(cls, call: TiledCall, inputs: Sequence[Tensor], through: Through, group: Any, output: Output) -> Pending:
@@ -110,6 +145,9 @@ class Pending(Deferred):
         pending.call, pending.inputs, pending.group, pending.box = call, inputs, group, []
         pending._data = pending._value = None
         pending.versions = pending._versions()
+        inside = _inside.get()
+        if inside is not None:
+            inside.append(weakref.ref(pending))
         pending.edges = run_later(call, inputs, through, pending.box, pending)
         return pending
 
@@ -123,12 +161,35 @@ class Pending(Deferred):
                 " Make the change out of place, use the output before, or remove the module from Tiling(targets=...)."
             )
 
+    def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer what is asked of the graph from this tensor's own place in it, where all of its gradient arrives."""
+        if func not in _OF_THE_GRAPH or self._is_changed():
+            return NotImplemented
+        # Hooks of torch follow modules, as for FlopCounterMode. Those of users must see a gradient.
+        if func is Tensor.retain_grad or (func is Tensor.register_hook and not is_of(args[1], ("torch.",))):
+            if self.joined_by_next:
+                raise RuntimeError(
+                    f"{self.call.name}: its output went into the tiles of what follows, so there is no gradient of it."
+                    " Ask for it before that runs, or remove the module from Tiling(targets=...)."
+                )
+            self.data_value()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def _is_changed(self) -> bool:
+        return self._value is not None and self._value.grad_fn is not self._node
+
     def value(self, because: str = "") -> Tensor:
         """Run the call, once, and return its output with its graph."""
         if self._value is None:
             with torch.inference_mode(False), torch.enable_grad():
                 self._value = _Value.apply(self)
-            self.has_value = True
+            self.has_value, self._node = True, self._value.grad_fn
+        elif self._is_changed() and not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self.call.name}: its output was changed in place and then read without gradients, or by a custom"
+                " autograd Function, whose gradient would miss the change. Make the change out of place."
+            )
         return self._value
 
     def data_value(self) -> Tensor:
@@ -146,6 +207,7 @@ class Pending(Deferred):
     def followed_by(self, function: TileFunction, args: tuple[Any, ...]) -> tuple[TileFunction, tuple[Any, ...]]:
         """Return what runs this and then a function on its output, and the arguments for both."""
         self._refuse_if_changed()
+        self.joined_by_next = True
         own = self.edges[: len(self.inputs)]
         return function.after(self.call.function, len(own)), (*own, *args[1:])
 
@@ -160,14 +222,16 @@ Output = tuple[torch.Size, torch.dtype]
 
 
 def output_of(call: TiledCall, inputs: Sequence[Tensor]) -> Output | None:
-    """Return what the output of a call is like, from a run of two tokens; ``None`` for what is not per token."""
+    """Return what the output of a call is like, from a run of two tokens; ``None`` if it must not be pending."""
+    before = RandomState.now(call.device)
     with hidden_from_modes(inputs[0]), random_state_kept(call.device), torch.no_grad(), PlainSavedTensors():
         few: list[Tensor] = []
         for tensor, per_token in zip(inputs, call.per_token, strict=True):
             few.append(call.tokens.few(tensor.detach(), 2) if per_token else tensor.detach())
         output = call.run(few)
+        draws = not RandomState.now(call.device).same_as(before)
     lead = call.tokens.tile_lead(2)
-    if not isinstance(output, Tensor) or output.shape[: len(lead)] != lead:
+    if draws or not isinstance(output, Tensor) or output.shape[: len(lead)] != lead:
         return None
     return output.shape[len(lead) :], output.dtype
 

@@ -132,6 +132,7 @@ class GradientSum:
         self.sum_dtype = sum_dtype(tensor.dtype, accumulate)
         self.sum: Tensor | None = None
         self.leaf = nn.Parameter(tensor.detach())
+        self.leaf.__dict__.update({**tensor.__dict__, **self.leaf.__dict__})  # code may read attributes of its weights
         # The leaf keeps its hook, so the hook must not keep the sum.
         mine = weakref.ref(self)
         self.leaf.register_post_accumulate_grad_hook(lambda leaf: _take_gradient(mine(), leaf))
@@ -174,6 +175,7 @@ def wants_zeros(weight: Tensor) -> bool:
 
     Those of ZeRO-1 and 2 fill a bucket, and a user's would be called with ``None``.
     """
-    if weight._post_accumulate_grad_hooks:
+    # Ours stand on the leaves of a tiled module around this one.
+    if not all(is_of(hook, ("lt_tiled.",)) for hook in (weight._post_accumulate_grad_hooks or {}).values()):
         return True
     return not all(is_of(hook, ("torch.",)) for hook in (weight._backward_hooks or {}).values())

@@ -18,8 +18,8 @@ from tests.parity import EXACT, gradients, randn, reference, worst
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def last(module: nn.Module) -> list[int | None]:
-    return list(get_patch(module, TiledPatch).plans.values())
+def last(module: nn.Module) -> list[nn.Linear | None]:
+    return [plan.last for plan in get_patch(module, TiledPatch).plans.values()]
 
 
 class WritesOutput(GatedMLP):
