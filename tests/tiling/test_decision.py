@@ -1,30 +1,35 @@
-"""How a call of a tiled module runs: in tiles, or untiled for a reason."""
+"""How a call of a tiled module runs: in tiles, or untiled for a reason. See NOTE [How a call runs]."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lt_tiled import Tiling
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable
-from lt_tiled.tiling.patch import TiledPatch, Untiled, decide, patch_tiled
+from lt_tiled.modules.patch import get_patch
+from lt_tiled.tiling.patch import TiledPatch, patch_tiled
 from lt_tiled.tiling.state import EngineNeeds
-from lt_tiled.tiling.weights import Work
 from tests.models import GatedMLP, H
-from tests.parity import randn
+from tests.parity import gradients, randn, worst
 
-pytestmark = pytest.mark.self_checks
+pytestmark = [pytest.mark.self_checks, pytest.mark.usefixtures("float64")]
 
 
-class Mixing(nn.Module):
+class Mixing(GatedMLP):
     """Subtracts the mean over all tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(1, keepdim=True)
+        return super().forward(x - x.mean(-2, keepdim=True))
 
 
 class WithExperts(nn.Module):
@@ -33,7 +38,7 @@ class WithExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList([GatedMLP(), GatedMLP()])
-        self.router = nn.Linear(H, 2)
+        self.router = nn.Linear(H, 2, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.router(x).softmax(1)
@@ -46,72 +51,60 @@ def hooked() -> nn.Module:
     return module
 
 
-def patched(module: nn.Module, same_order: bool = False, named: bool = True, agreed: bool = False) -> TiledPatch:
+@pytest.fixture(params=[1, 2], ids=["one rank", "several ranks"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A process group of so many ranks, which does nothing."""
+    if request.param > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield request.param
+    if request.param > 1:
+        dist.destroy_process_group()
+
+
+def passes_anchor(output: Tensor) -> bool:
+    """Whether the weights of an output went through an anchor."""
+    todo, names = [output.grad_fn], set[str]()
+    while todo:
+        node = todo.pop()
+        names.add(node.name())
+        todo += [following for following, _ in node.next_functions if following is not None]
+    return "AnchorBackward" in names
+
+
+TILES, UNTILED, EXPERTS = "tiles", "untiled", "experts in tiles"
+REASONS: dict[str, tuple[Any, ...]] = {
+    # what runs, the shape of its input, what is around; what follows if a user chose it, or not; ranks with an anchor
+    "none": (GatedMLP, (1, 24, H), nullcontext, TILES, TILES, (1, 2)),
+    "transform": (GatedMLP, (1, 24, H), parametrize.cached, UNTILED, UNTILED, ()),
+    "hook": (hooked, (1, 24, H), nullcontext, "untiled, warns", "untiled, warns", (2,)),
+    "inputs": (GatedMLP, (H,), nullcontext, UNTILED, UNTILED, ()),
+    "short": (GatedMLP, (1, 3, H), nullcontext, UNTILED, UNTILED, (2,)),
+    "check": (Mixing, (1, 24, H), nullcontext, "raises", "untiled, warns", ()),
+    "check of a mixture": (WithExperts, (1, 24, H), nullcontext, EXPERTS + ", warns", EXPERTS + ", warns", (1, 2)),
+}
+
+
+@pytest.mark.parametrize("requested", [True, False], ids=["requested", "found"])
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_follows(reason: str, requested: bool, ranks: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Each reason raises, warns or runs untiled, with the untiled gradients, in the first call and in later ones."""
+    torch.manual_seed(0)
+    build, shape, around, if_requested, if_found, anchored = REASONS[reason]
+    expected = if_requested if requested else if_found
+    module, x = build(), randn(*shape)
+    true = gradients(module, x)
     name = type(module).__name__
-    needs = EngineNeeds(same_order=same_order, agreed=agreed)
-    return patch_tiled(Tileable(name, module, name, "forward", named=named), Tiling(4), needs, None)
-
-
-def reason(module: nn.Module, tokens: int, same_order: bool = False) -> str:
-    patch = patched(module, same_order)
-    decision = decide(Work(patch.bound(module), (module,)), patch, (randn(1, tokens, H),), {})
-    return decision.reason if isinstance(decision, Untiled) else "tiles"
-
-
-@pytest.mark.parametrize(
-    ("module", "tokens", "same_order", "expected"),
-    [
-        (GatedMLP, 24, False, "tiles"),
-        (GatedMLP, 3, False, "one tile"),
-        (GatedMLP, 3, True, "tiles"),  # one, so that gradients come in the order of the other ranks
-        (hooked, 24, False, "hook"),
-        (hooked, 24, True, "hook"),
-        (hooked, 3, False, "hook"),
-        (Mixing, 24, False, "self-check"),
-        (Mixing, 24, True, "self-check"),
-        (WithExperts, 24, False, "self-check"),
-    ],
-)
-def test_decision(module: Any, tokens: int, same_order: bool, expected: str) -> None:
-    """Each call has one decision, whose reason is the first one in the order of the table in the code."""
-    assert reason(module(), tokens, same_order) == expected
-
-
-@pytest.mark.parametrize(
-    ("module", "same_order", "raised"),
-    [
-        (hooked, False, None),
-        (hooked, True, RuntimeError),
-        (Mixing, False, NotPositionWiseError),
-        (Mixing, True, NotPositionWiseError),
-        (WithExperts, False, None),
-        (WithExperts, True, NotPositionWiseError),
-    ],
-)
-def test_what_follows(module: Any, same_order: bool, raised: type[Exception] | None) -> None:
-    """A module runs untiled, or its experts in tiles, only where all ranks can take gradients in any order."""
-    torch.manual_seed(0)
-    module, x = module(), randn(1, 24, H)
-    true = module(x)
-    patch = patched(module, same_order)
-    if raised is not None:
-        with pytest.raises(raised):
+    patch = patch_tiled(Tileable(name, module, name, "forward", named=requested), Tiling(4), EngineNeeds(), None)
+    if expected == "raises":
+        with pytest.raises(NotPositionWiseError):
             module(x)
         return
-    assert torch.allclose(module(x), true, atol=1e-6)
-    assert patch.untiled == isinstance(module, WithExperts)
-
-
-@pytest.mark.parametrize(("same_order", "agreed"), [(False, False), (True, False), (True, True)])
-def test_what_nobody_named_stays_untiled(same_order: bool, agreed: bool) -> None:
-    """It is refused only where all ranks must do the same, and did the first backward pass."""
-    torch.manual_seed(0)
-    module, x = Mixing(), randn(1, 24, H)
-    true = module(x)
-    patch = patched(module, same_order, named=False, agreed=agreed)
-    if agreed:
-        with pytest.raises(NotPositionWiseError, match="same order"):
-            module(x)
-        return
-    assert torch.allclose(module(x), true, atol=1e-6)
-    assert patch.untiled
+    for _ in range(2):
+        with around():
+            assert worst(gradients(module, x), true) < 1e-12
+            assert passes_anchor(module(x)) == (ranks in anchored)
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == ("warns" in expected)
+    experts = [get_patch(expert, TiledPatch) for expert in getattr(module, "experts", ())]
+    assert (patch.largest.tiles > 0) == (expected == TILES)
+    assert all(expert.largest.tiles > 0 for expert in experts if expert) == ("experts" in expected or not experts)
