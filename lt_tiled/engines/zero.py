@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: leaf modules of stage 3, and the order of gradients in stages 1 and 2.
+"""DeepSpeed's ZeRO: leaf modules of stage 3.
 
 NOTE [ZeRO-3 leaves]
 ZeRO-3 all-gathers weights in module hooks and frees them after use. Inside a tiled module its hooks would run for every
@@ -16,14 +16,6 @@ second one would reduce the weights again while ZeRO-3's bucket still holds them
    ZeRO-3 frees the weights only afterwards: the hook needs their shapes for the gradients that are zero.
 4. Gradients left over raise: those that arrive later, from outside of the leaf, and those of a call without hidden
    states.
-
-NOTE [ZeRO-1 and 2 need one order]
-ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and sum the buckets of all ranks entry by
-entry (``reduce_independent_p_g_buckets_and_remove_grads`` in deepspeed/runtime/zero/stage_1_and_2.py). Gradients of a
-tiled module arrive in another order than those of the same module untiled, so a rank with a short input would add the
-gradients of other weights. Under these stages every call of a tiled module that may be differentiated takes the same
-path, with one tile if it is short, and nothing falls back to another path by what one rank alone sees: before the first
-backward pass the ranks agree on what runs untiled, and on neighbors that run apart because a hook reads their output.
 """
 
 from __future__ import annotations

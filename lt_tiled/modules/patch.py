@@ -52,10 +52,10 @@ class Order(IntEnum):
     CHECKPOINT = auto()  # a block is recomputed in the backward pass, with all that follows
     LOSS = auto()  # a model notes whether its caller wants a loss
     STATES = auto()  # layers with a state exchange tokens between ranks
-    PARENT = auto()  # what modules inside deferred is computed before the module returns
+    PARENT = auto()  # what is pending inside of a block is computed before the block returns
     HEAD = auto()  # a head defers its logits
     NEIGHBOR = auto()  # a norm or a projection runs in the tiles of the module next to it, a norm in its own
-    TILE = auto()  # a module runs in tiles
+    TILE = auto()  # a module runs in tiles, alone or in those of the module next to it
     LEAF = auto()  # a module takes hooks of ZeRO-3 in another way
 
 

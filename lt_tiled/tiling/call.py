@@ -166,7 +166,7 @@ class TiledCall:
         self.kind = self._kind()
         """Tells whether another call runs the same code."""
 
-    def _kind(self) -> Hashable:
+    def _kind(self) -> tuple[Hashable, ...]:
         # Auxiliary losses are computed in training only, a batch of one row does not show what mixes rows, and frozen
         # weights or arguments not what their gradients show.
         training = [part.training for part in self.function.parts].count(True)

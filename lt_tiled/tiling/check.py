@@ -224,9 +224,9 @@ class _Check:
                 if output.is_floating_point():
                     self.given[-1].copy_(torch.randn(output.shape, generator=random))
         columns: list[list[Tensor]] = []
-        for (ends, leaves), given in zip(runs, assembly.gradients(self.given), strict=True):
+        for (ends, leaves), own in zip(runs, assembly.gradients(self.given), strict=True):
             targets = [leaf for leaf in leaves if leaf.requires_grad] + weights
-            columns.append(self._gradients(ends, given, targets))
+            columns.append(self._gradients(ends, own, targets))
         return outputs, self._together(columns)
 
     def _gradients(self, ends: list[Any], given: Sequence[Any], targets: list[Tensor]) -> list[Tensor]:
@@ -373,10 +373,8 @@ def _is_same_inside(was: Any, now: Any) -> bool:
         return False
     if isinstance(was, dict):
         was, now = (*was.keys(), *was.values()), (*now.keys(), *now.values())
-    if isinstance(was, set):
-        return was == now
-    if isinstance(was, int | None):
-        return was == now
+    if isinstance(was, set | int | None):
+        return bool(was == now)
     return len(was) == len(now) and all(a is b for a, b in zip(was, now, strict=True))
 
 

@@ -30,8 +30,9 @@ def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str) -
             if following is not None:
                 todo.append(following)
         variable = getattr(node, "variable", None)  # of a leaf
-        is_leaf = isinstance(variable, Tensor) and variable.numel() > 0  # the link of an anchor has none
-        if known is not None and is_leaf and id(variable) not in known:
+        if known is None or not isinstance(variable, Tensor) or not variable.numel():  # the link of an anchor has none
+            continue
+        if id(variable) not in known:
             raise NotPositionWiseError(
                 f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its"
                 " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it, or"

@@ -105,7 +105,7 @@ class LeavesOut:
 
     def _forward(self, input: Tensor) -> Tensor:
         dtype, linear = self._dtype or input.dtype, self.linear
-        wrapped = is_traceable_wrapper_subclass(input) or is_traceable_wrapper_subclass(self._weight)
+        wrapped = any(map(is_traceable_wrapper_subclass, (input, self._weight)))
         # The module's own code may turn autocast off, and autocast leaves float64 as it is.
         autocast = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else None
         if self.input is not None or wrapped or autocast != self._dtype or self._weight.dtype != dtype:

@@ -134,7 +134,7 @@ class Trace:
     """The generators' state before the forward pass."""
     last: nn.Linear | None
     """The last projection, if the recompute leaves it out."""
-    prints: Sequence[Tensor]
+    prints: list[Tensor]
     """A fingerprint for each tile: see NOTE [Fingerprint]."""
     eps: float
     """The unit in the last place of what they were made of."""
@@ -224,7 +224,7 @@ def forward(call: TiledCall, inputs: Sequence[Tensor]) -> Trace:
                 eps = max(EPS[chosen.dtype], EPS.get(call.precision.dtype or chosen.dtype, 0.0))
             assembly.add(index, output)
             del output, sampled
-    return Trace(assembly, random, plan and plan.last, prints, eps)
+    return Trace(assembly, random, plan.last if plan else None, prints, eps)
 
 
 def to_compare(output: Any, of_last: Tensor | None) -> Tensor | None:
