@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -23,6 +24,10 @@ from lt_tiled.tiling.weights import GradientSum
 
 FORWARD = "_lt_tiled_last"
 """The attribute of a patched projection that holds what runs in place of its own forward."""
+
+
+Root = tuple[Tensor | GradientEdge, Tensor]
+"""Where the graph of a tile ends, and the gradient there."""
 
 
 class NotLeftOut(Exception):
@@ -128,7 +133,7 @@ class LeavesOut:
         if not all(is_of(hook, ("torch.",)) for hook in (self.output._backward_hooks or {}).values()):
             raise NotLeftOut
 
-    def roots(self, gradient: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    def roots(self, gradient: Tensor | None) -> list[Root]:
         """Add the gradients of weight and bias to their sums, given that of the output ``[..., out]``.
 
         Returns:
@@ -145,7 +150,10 @@ class LeavesOut:
             bias.add(rows.sum(0))
         if not input.requires_grad:
             return []
-        return [(input, rows.mm(self._weight).view_as(input).to(input.dtype))]
+        found = rows.mm(self._weight).view_as(input).to(input.dtype)
+        # An edge, which does not keep the input in memory: no gradient needs its values any more.
+        self.input = None
+        return [(get_gradient_edge(input), found)]
 
 
 class _Unread(Tensor):

@@ -34,7 +34,7 @@ from lt_tiled.recompute.compare import EPS, ROWS, VERDICT, Sample, fingerprint
 from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.cut import Assembly, each_tile
 from lt_tiled.tiling.graph import check_leaves
-from lt_tiled.tiling.last import LeavesOut, NotLeftOut, find_last, run_noting_input
+from lt_tiled.tiling.last import LeavesOut, NotLeftOut, Root, find_last, run_noting_input
 from lt_tiled.tiling.recompute import (
     PlainSavedTensors,
     RandomState,
@@ -332,6 +332,7 @@ class Recompute:
             for leaf, result in zip(leaves, results, strict=True):
                 if result is not None:
                     result.zero_() if leaf.grad is None else result.copy_(leaf.grad)
+                    leaf.grad = None  # not alive beside the next tile
 
     def _run_tile(self, leaves: Sequence[Tensor]) -> list[Any]:
         """Run a tile with a graph, and return its outputs."""
@@ -363,7 +364,7 @@ class Recompute:
         self, outputs: Sequence[Any], own: Sequence[Tensor | None], leaves: Sequence[Tensor], first: bool
     ) -> None:
         """Compute the gradients of a tile: the sums take those of weights, and the leaves keep those of inputs."""
-        roots: list[tuple[Tensor, Tensor]] = []
+        roots: list[Root] = []
         if self.leaves_out is not None:
             roots += self.leaves_out.roots(own[0])
         else:
@@ -379,10 +380,11 @@ class Recompute:
             with self.call.precision.disabled():  # as the untiled backward pass
                 torch.autograd.backward(ends, gradients, inputs=targets)
 
-    def _check_leaves(self, roots: Sequence[tuple[Tensor, Tensor]], targets: Sequence[Tensor]) -> None:
+    def _check_leaves(self, roots: Sequence[Root], targets: Sequence[Tensor]) -> None:
         """Refuse a graph that begins at other tensors, which would get no gradient."""
         known = {id(target) for target in targets}
         for part in self.call.function.parts:
             known.update(map(id, part._parameters.values()))
             known.update(map(id, part._buffers.values()))
-        check_leaves([end.grad_fn for end, _ in roots if end.grad_fn is not None], known, self.call.name)
+        ends = [end.grad_fn if isinstance(end, Tensor) else end.node for end, _ in roots]
+        check_leaves([end for end in ends if end is not None], known, self.call.name)

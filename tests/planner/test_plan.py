@@ -310,7 +310,7 @@ def test_an_offloaded_optimizer_steps_on_the_cpu(stage: int) -> None:
     rows = run.over_time()
     assert "optimizer" not in rows
     before = run.phases["optimizer"] - run.phases["forward"] - 1  # the last moment of the backward pass
-    assert max(rows["gradients"][before:]) == 0
+    assert "gradients" not in rows or max(rows["gradients"][before:]) == 0
     totals = [sum(values) for values in zip(*rows.values(), strict=True)]
     assert totals[before:] == sorted(totals[before:], reverse=True)
 
