@@ -100,20 +100,6 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype | None = None, device: 
     return values.to(device, dtype or torch.get_default_dtype()).requires_grad_()
 
 
-def toggled_gradients(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The input's gradient from training mode, and the same where the module is set to evaluation before the backward,
-    which stays so.
-    """
-    found = []
-    for toggled in (False, True):
-        torch.manual_seed(0)
-        y = module.train()(x)
-        module.train(not toggled)
-        found.append(torch.autograd.grad(y.sum(), x)[0])
-        assert module.training is not toggled
-    return found[0], found[1]
-
-
 TIMES = 2
 """How many times the untiled error a tiled one may be.
 

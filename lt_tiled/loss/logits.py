@@ -26,7 +26,7 @@ from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.pending import Deferred
 from lt_tiled.tiling.recompute import Precision, is_transformed, version_of
 from lt_tiled.tiling.state import LargestCall
-from lt_tiled.tiling.weights import in_place, weights_of
+from lt_tiled.tiling.weights import in_place, one_thread, weights_of
 
 _ENGINES = ("torch.distributed.fsdp", "deepspeed", "lt_tiled")
 """Packages whose hooks on a head gather weights alone. Those of tensor parallelism change its input and output."""
@@ -238,7 +238,7 @@ class DeferredLogits(Deferred):
                 plain = [cast("Tensor", w) for w in (head.weight, head.bias) if w is not None]
                 return tiles.loss(linear, hidden, target, plain, vocab_size)
             work = TileFunction.of(head.forward, (head,), None, whole=True)
-            weights = weights_of(work.parts, patch.name) if torch.is_grad_enabled() else {}
+            weights = weights_of(work.parts) if torch.is_grad_enabled() else {}
             remedy = "turn the tiled loss off with loss=False"
             state = Observation(f"the head of {patch.name}", work.modules, remedy, substituted=True)
             tiles_run = count()
@@ -246,7 +246,8 @@ class DeferredLogits(Deferred):
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
                 first = next(tiles_run) == 0
                 before = kept_tensors(work) if first else {}
-                with restored(state, "its backward pass"), in_place(list(weights.values()), leaves, patch.name):
+                in_places = in_place(list(weights.values()), leaves)
+                with restored(state, "its backward pass"), one_thread(work.parts, patch.name), in_places:
                     found = _computed(patch, head, steps, rows)
                 if found.requires_grad and first:  # in each call: what was frozen in the first one counts too
                     known = [cast("Tensor", rows._base), *leaves]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -69,33 +70,36 @@ class Sample(NamedTuple):
     now: Tensor
 
 
+class _Samples(list[Sample]):
+    """Those of one backward pass."""
+
+
 class _Verdict:
     """Collects the samples of one backward pass, and reads them at its end: see NOTE [The verdict comes last]."""
 
     def __init__(self) -> None:
-        self.samples: dict[int, list[Sample]] = {}
-        """Of each backward pass that runs."""
+        self.samples = WeakValueDictionary[int, _Samples]()
+        """Of each backward pass that runs: the engine holds its callback, and that the samples."""
 
     def add(self, sample: Sample) -> None:
         """Compare a sample at the end of the backward pass that runs now."""
         task = torch._C._current_graph_task_id()
-        if task not in self.samples:
-            # A backward pass that ended with an exception read none of its own.
-            for old in [known for known in self.samples if known < task - 64]:
-                self.samples.pop(old, None)
-            self.samples[task] = []
+        samples = self.samples.get(task)
+        if samples is None:
+            samples = self.samples[task] = _Samples()
             engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(partial(self.read, task)))
-        self.samples[task].append(sample)
+            read = partial(self.read, samples)
+            engine.queue_callback(lambda: engine.queue_callback(read))
+        samples.append(sample)
 
-    def read(self, task: int) -> None:
+    def read(self, samples: list[Sample]) -> None:
         """Compare all samples of a backward pass.
 
         Raises:
             RuntimeError: If a recompute computed other values than its forward pass.
         """
         found: dict[str, Sample] = {}
-        for sample in self.samples.pop(task, ()):
+        for sample in samples:
             if rows_that_differ(sample.before, sample.now, sample.eps) > 0:
                 found.setdefault(sample.name, sample)
         if found:

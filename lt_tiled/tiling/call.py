@@ -160,7 +160,7 @@ class TiledCall:
         self.wants_grad = [t.requires_grad for t in inputs]
         self.device = inputs[self.per_token.index(True)].device
         self.precision = Precision.now(self.device)
-        self.weights: Weights = weights_of(function.parts, self.name) if torch.is_grad_enabled() else {}
+        self.weights: Weights = weights_of(function.parts) if torch.is_grad_enabled() else {}
         self.differentiable = torch.is_grad_enabled() and (any(self.wants_grad) or bool(self.weights))
         """Whether a backward pass may follow."""
         self.kind = self._kind()

@@ -163,7 +163,7 @@ class _Check:
         buffers = [(leaf, leaf.clone()) for leaf in self.leaves if not leaf.requires_grad]
         with (
             torch.set_grad_enabled(self.call.differentiable),
-            in_place(self.places, self.leaves, self.name),
+            in_place(self.places, self.leaves),
             self.probe,
         ):
             # 1. All tokens at once.

@@ -69,16 +69,19 @@ def _instead(linear: nn.Linear, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def run_noting_input(linear: nn.Linear, run: Callable[[], Any]) -> tuple[Any, Tensor | None]:
-    """Run a tile; return its output, and the input of its last projection."""
-    inputs: list[Tensor] = []
+    """Run a tile; return its output, and the input of its last projection if that made the output."""
+    made: list[tuple[Tensor, Tensor]] = []
 
     def forward(input: Tensor) -> Tensor:
-        inputs.append(input)
-        return nn.Linear.forward(linear, input)
+        made.append((input, nn.Linear.forward(linear, input)))
+        return made[-1][1]
 
     with _instead(linear, forward):
         output = run()
-    return output, inputs[-1] if inputs else None
+    for input, own in made:
+        if own is output:
+            return output, input
+    return output, None
 
 
 class LeavesOut:

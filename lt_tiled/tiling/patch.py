@@ -59,6 +59,7 @@ from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.recorded import CAPTURING, active_collector, is_recorded, run_recorded
 from lt_tiled.tiling.run import Through, is_real, run_tiled, run_untiled
 from lt_tiled.tiling.state import EngineNeeds, Owner, Tiled, TileSpec
+from lt_tiled.tiling.weights import one_thread
 
 CallWithInputs = tuple[TiledCall, list[Tensor]]
 _NO_USERS = ("torch.", "deepspeed.", "lt_tiled.", CAPTURING)
@@ -207,8 +208,13 @@ class TiledPatch(Tiled, Patch):
                 " lt_tiled.untile() on it first."
             )
         self.needs.update(module)
+        function = self._function(module)
+        with one_thread(function.parts, self.name):
+            return self._run(function, module, args, kwargs)
+
+    def _run(self, function: TileFunction, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # 1. What runs on a tile.
-        function, made, through = self._function(module), None, {}
+        made, through = None, {}
         collector = active_collector() if is_recorded(function.inside) else None
         if collector is not None:
             function = replace(function, run=partial(run_recorded, function.run, tuple(collector)), key=(id(self), ""))
@@ -316,7 +322,7 @@ class TiledPatch(Tiled, Patch):
         """Run the module as it is, where ranks may differ with its weights behind an anchor."""
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if several and torch.is_grad_enabled() and why.reason in ("hook", "short"):
-            return run_untiled(function.parts, self.name, inner)
+            return run_untiled(function.parts, inner)
         return inner()
 
     def _accept(self, untiled: Untiled, module: nn.Module) -> None:

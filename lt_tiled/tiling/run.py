@@ -44,7 +44,7 @@ from lt_tiled.tiling.recompute import (
     saves_elsewhere,
 )
 from lt_tiled.tiling.state import Plan
-from lt_tiled.tiling.weights import GradientSum, in_place, wants_zeros, weights_of
+from lt_tiled.tiling.weights import GradientSum, in_place, one_thread, wants_zeros, weights_of
 
 Edges = Sequence[Tensor]
 """The outputs of an anchor: a call's inputs, then its weights."""
@@ -91,14 +91,14 @@ def run_now(call: TiledCall, inputs: Sequence[Tensor], box: list[Any]) -> Tensor
     return outputs[0]
 
 
-def run_untiled(parts: Sequence[nn.Module], name: str, run: Callable[[], Any]) -> Any:
+def run_untiled(parts: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
     """Run modules as they are, with their weights behind an anchor: see NOTE [One order on all ranks]."""
-    weights = weights_of(parts, name)
+    weights = weights_of(parts)
     if not weights:
         return run()
     link = next(iter(weights)).new_empty(0, requires_grad=True)
     _, *edges = Anchor.apply((), link, *weights)
-    with in_place(list(weights.values()), edges, name):
+    with in_place(list(weights.values()), edges):
         return run()
 
 
@@ -136,6 +136,8 @@ class Trace:
     """The last projection, if the recompute leaves it out."""
     prints: list[Tensor]
     """A fingerprint for each tile: see NOTE [Fingerprint]."""
+    frozen: Sequence[Tensor]
+    """That of the last projection's weight where no anchor saves it."""
     eps: float
     """The unit in the last place of what they were made of."""
 
@@ -224,7 +226,8 @@ def forward(call: TiledCall, inputs: Sequence[Tensor]) -> Trace:
                 eps = max(EPS[chosen.dtype], EPS.get(call.precision.dtype or chosen.dtype, 0.0))
             assembly.add(index, output)
             del output, sampled
-    return Trace(assembly, random, plan.last if plan else None, prints, eps)
+    last = plan.last if plan else None
+    return Trace(assembly, random, last, prints, prints_of_frozen(last) if compares else [], eps)
 
 
 def to_compare(output: Any, of_last: Tensor | None) -> Tensor | None:
@@ -233,6 +236,14 @@ def to_compare(output: Any, of_last: Tensor | None) -> Tensor | None:
         if isinstance(leaf, Tensor) and leaf.dtype in EPS and leaf.numel():
             return leaf
     return None
+
+
+def prints_of_frozen(last: nn.Linear | None) -> list[Tensor]:
+    """Return a fingerprint of a frozen weight: the backward pass reads it, and no recomputed tile shows a change."""
+    if last is None or last.weight.requires_grad or not is_real(last.weight):
+        return []
+    weight = to_compare(last.weight, None)  # none that ZeRO-3 has released
+    return [] if weight is None else [fingerprint(weight)]
 
 
 def leaves_of(output: Any) -> list[Any]:
@@ -271,6 +282,7 @@ class Recompute:
         self.leaves_out = self._leaves_out()
         self.prints: list[Tensor] = []
         """A fingerprint for each tile."""
+        self.frozen = prints_of_frozen(trace.last) if trace.frozen else []
 
     def _leaves_out(self) -> LeavesOut | None:
         linear = self.trace.last
@@ -296,8 +308,9 @@ class Recompute:
         # 1. As in the forward pass: random numbers, autocast and default dtype.
         with random_state_kept(call.device, self.trace.random), call.precision.context():
             # 2. Each tile runs again with a graph, and adds its gradients to the sums.
-            swapped = in_place(list(call.weights.values()), leaves, call.name)
-            with torch.enable_grad(), hidden_from_offloaders(), swapped:
+            swapped = in_place(list(call.weights.values()), leaves)
+            mine = one_thread(call.function.parts, call.name)
+            with torch.enable_grad(), hidden_from_offloaders(), mine, swapped:
                 self._run_tiles(given)
         # 3. One gradient for each input and weight.
         found: list[Tensor | None] = []
@@ -309,10 +322,13 @@ class Recompute:
 
     def compare(self) -> None:
         """Compare what the tiles computed with the forward pass, at the end of the backward pass."""
-        before, name = self.trace.prints, self.call.name
-        if before and len(before) == len(self.prints):
-            sample = Sample(name, "lt_tiled.untile() it", self.trace.eps, torch.cat(before), torch.cat(self.prints))
-            VERDICT.add(sample)
+        pairs = ((self.trace.prints, self.prints), (self.trace.frozen, self.frozen))
+        for before, now in pairs:
+            if before and len(before) == len(now):
+                sample = Sample(
+                    self.call.name, "lt_tiled.untile() it", self.trace.eps, torch.cat(before), torch.cat(now)
+                )
+                VERDICT.add(sample)
 
     def _run_tiles(self, given: Sequence[Tensor | None]) -> None:
         call = self.call
@@ -344,17 +360,17 @@ class Recompute:
                 outputs = leaves_of(before.run(run))
                 before.check(outputs)
             except NotLeftOut:
-                # From now on tiles are recomputed in full, and what was compared is not computed any more.
-                self.leaves_out, self.prints = None, []
+                # From now on tiles are recomputed in full.
+                self.leaves_out = None
                 self.call.tiled.plans[self.call.kind] = Plan(None)
                 random.set()
             else:
                 self._note(before.input)
                 return outputs
-        outputs = leaves_of(run())
-        if self.trace.last is None:
-            self._note(to_compare(outputs, None))
-        return outputs
+        # What is compared is chosen as in the forward pass.
+        output, sampled = (run(), None) if self.trace.last is None else run_noting_input(self.trace.last, run)
+        self._note(to_compare(output, sampled))
+        return leaves_of(output)
 
     def _note(self, computed: Tensor | None) -> None:
         if self.trace.prints and computed is not None:

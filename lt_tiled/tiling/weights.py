@@ -4,7 +4,8 @@ NOTE [Leaves]
 A tile's graph begins at leaves, one for each weight, which stand in the weight's places while tiles run: in
 ``_parameters``, and in the plain attributes where FSDP keeps views of its flat weights. What takes a leaf's gradient
 adds it to the sum, so only one gradient is alive next to the sums. ``finally`` takes the leaves out, also after Ctrl-C.
-Another thread that runs the module meanwhile would give its gradients to these leaves, so that is an error.
+Another thread that runs the module meanwhile would give its gradients to these leaves, so a module belongs to one
+thread during each call and each recompute, and another thread gets an error.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -30,16 +32,53 @@ class TwoThreadsError(RuntimeError):
     """Two threads train one module at the same time."""
 
 
-def weights_of(parts: Sequence[nn.Module], name: str) -> Weights:
-    """Return the tensors in modules that want a gradient.
+@contextmanager
+def one_thread(parts: Sequence[nn.Module], name: str) -> Iterator[None]:
+    """Let modules belong to this thread.
 
     Args:
         parts: The modules, with their submodules.
         name: The name in messages.
 
     Raises:
-        TwoThreadsError: If another thread runs tiles of one of them.
+        TwoThreadsError: If one belongs to another thread.
     """
+    mine = _Use(get_ident())
+    try:
+        for part in parts:
+            # One step of the interpreter, so that no other thread comes between the question and the answer.
+            if _USED.setdefault(part, mine).thread != mine.thread:
+                raise TwoThreadsError(
+                    f"{name} is trained by two threads at once, which share its weights: run it in one thread at a"
+                    " time, or give each thread a copy.deepcopy of the model."
+                )
+        yield
+    finally:
+        try:
+            _release(parts, mine)
+        finally:  # again, after Ctrl-C in the first attempt
+            _release(parts, mine)
+
+
+@dataclass(eq=False)
+class _Use:
+    """A call or a recompute that runs."""
+
+    thread: int
+
+
+_USED: dict[nn.Module, _Use] = {}
+"""The modules that run, and the outermost use of each."""
+
+
+def _release(parts: Sequence[nn.Module], mine: _Use) -> None:
+    for part in parts:
+        if _USED.get(part) is mine:
+            del _USED[part]
+
+
+def weights_of(parts: Sequence[nn.Module]) -> Weights:
+    """Return the tensors in modules, with their submodules, that want a gradient."""
     found: Weights = {}
     for part in parts:
         for holder in (part._parameters, part._buffers, part.__dict__):
@@ -49,39 +88,23 @@ def weights_of(parts: Sequence[nn.Module], name: str) -> Weights:
                 # Other attributes with a graph are what the module computed itself.
                 if holder is part.__dict__ and not (value.is_leaf or isinstance(value._base, nn.Parameter)):
                     continue
-                refuse_other_thread(value, name)
                 places = found.setdefault(value, [])
                 if (part, attribute) not in places:
                     places.append((part, attribute))
     return found
 
 
-def refuse_other_thread(tensor: Tensor, name: str) -> None:
-    """Raise :class:`TwoThreadsError` if a tensor is a leaf that another thread put into a module."""
-    if getattr(tensor, _THREAD, None) not in (None, get_ident()):
-        raise TwoThreadsError(
-            f"{name} is trained by two threads at once, which share its weights: run it in one thread at a time, or"
-            " give each thread a copy.deepcopy of the model."
-        )
-
-
-_THREAD = "_lt_tiled_thread"
-"""The attribute of a leaf that tells the thread that put it there."""
-
-
 @contextmanager
-def in_place(places: Sequence[Sequence[Place]], leaves: Sequence[Tensor], name: str) -> Iterator[None]:
+def in_place(places: Sequence[Sequence[Place]], leaves: Sequence[Tensor]) -> Iterator[None]:
     """Let leaves stand in the places of weights: see NOTE [Leaves].
 
     Args:
         places: Those of each weight.
         leaves: What stands there, one for each weight.
-        name: The name in messages.
     """
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for several, leaf in zip(places, leaves, strict=True):
-            setattr(leaf, _THREAD, get_ident())
             for part, attribute in several:
                 # FSDP moves a weight from one to the other between the passes.
                 for holder in (part._parameters, part._buffers, part.__dict__):
@@ -90,7 +113,6 @@ def in_place(places: Sequence[Sequence[Place]], leaves: Sequence[Tensor], name: 
                     # The dictionaries of ZeRO-3 all-gather a weight that is looked up in their own way.
                     there = dict.__getitem__(holder, attribute)
                     if isinstance(there, Tensor):
-                        refuse_other_thread(there, name)
                         before.append((holder, attribute, there))
                         dict.__setitem__(holder, attribute, leaf)
         yield

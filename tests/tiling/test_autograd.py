@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +24,9 @@ from torch.utils.checkpoint import (
 from lt_tiled import prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.patch import TiledPatch
-from lt_tiled.tiling.state import LargestCall
 from lt_tiled.tiling.recompute import RandomState
+from lt_tiled.tiling.state import LargestCall
+from lt_tiled.tiling.weights import TwoThreadsError
 from tests.interrupts import interrupted_at
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, tiny_llama
 from tests.parity import (
@@ -39,9 +39,9 @@ from tests.parity import (
     randn,
     reference,
     spread,
-    toggled_gradients,
     worst,
 )
+from tests.processes import LIMIT
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -437,9 +437,9 @@ def test_hooks_fire_once() -> None:
 
 
 @pytest.mark.self_checks
-def test_outer_saved_tensor_hooks_see_only_the_input() -> None:
-    """An offloader around the call packs one tensor, the input; none of the tiles' intermediates, also not in a
-    backward inside it.
+def test_outer_saved_tensor_hooks_see_inputs_and_weights() -> None:
+    """An offloader around the call packs the input and the weights, as untiled, and none of the tiles' intermediates,
+    also not in a backward inside it.
     """
     module = tile(GatedMLP(), num_shards=4)
     packed: list[torch.Size] = []
@@ -451,7 +451,7 @@ def test_outer_saved_tensor_hooks_see_only_the_input() -> None:
     for _ in range(2):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             torch.autograd.backward(module(randn(1, 20, H)), torch.ones(1, 20, H))
-    assert packed == [(1, 20, H)] * 2
+    assert packed == [(1, 20, H), *(p.shape for p in module.parameters())] * 2
 
 
 def test_gradient_accumulation() -> None:
@@ -563,11 +563,12 @@ def test_output_changed_in_place() -> None:
 
 
 def test_evaluation_mode_before_the_backward() -> None:
-    """A model that is set to evaluation between forward and backward is recomputed as it was in the forward, dropout
-    included.
-    """
-    module, x = tile(PlainMLP(dropout=0.3).double(), num_shards=4), randn(1, 40, H, dtype=torch.float64)
-    assert torch.equal(*toggled_gradients(module, x))
+    """A model with dropout that is set to evaluation between forward and backward is refused."""
+    module = tile(PlainMLP(dropout=0.3), num_shards=4)
+    y = module(randn(1, 40, H))
+    module.eval()
+    with pytest.raises(RuntimeError, match="recompute of PlainMLP computes other values"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -586,42 +587,46 @@ def test_untiled_before_the_backward_pass(replaced: bool) -> None:
     assert worst(gradients(module, x, call=call), true) < EXACT
 
 
-@pytest.mark.self_checks
-def test_threads() -> None:
-    """Four threads that train one model at the same time get the gradients of one, and leave its weights alone."""
-    torch.manual_seed(0)
-    m = GatedMLP()
-    inputs = [randn(1, 40, H, seed=i) for i in range(4)]
-    weights = list(m.parameters())
+class Waits(GatedMLP):
+    """Waits in a tile of one thread, in its forward pass or in its recompute."""
 
-    def run(x: Tensor) -> dict[str, Tensor]:
-        inside = x.detach().requires_grad_()
-        return {str(i): g for i, g in enumerate(torch.autograd.grad(m(inside).square().sum(), [inside, *weights]))}
+    waiter, in_recompute = 0, False
 
-    true = [run(x) for x in inputs]
-    tile(m, num_shards=8)
-    wrong: list[str] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.go = threading.Event(), threading.Event()
 
-    def work(index: int) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        if threading.get_ident() == self.waiter and torch.is_grad_enabled() == self.in_recompute:
+            self.inside.set()
+            assert self.go.wait(LIMIT)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("in_recompute", [False, True], ids=["forward", "recompute"])
+@pytest.mark.parametrize("second", ["call", "short call", "backward"])
+def test_threads(second: str, in_recompute: bool) -> None:
+    """While a thread runs a module, a call and a backward pass of another one raise, and no gradient is wrong."""
+    m, x = Waits(), randn(1, 40, H)
+    true = gradients(m, x)
+    tile(m, num_shards=4)
+    y, weights = m(x).sum(), list(m.parameters())
+
+    def first() -> dict[str, Tensor]:
+        m.waiter, m.in_recompute = threading.get_ident(), in_recompute
+        return gradients(m, x)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(first)
+        assert m.inside.wait(LIMIT)
         try:
-            for _ in range(25):
-                if worst(run(inputs[index]), true[index]) >= EXACT:
-                    wrong.append("other gradients")
-        except Exception as error:
-            wrong.append(repr(error))
-
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(switch)
-    assert wrong == []
-    assert [id(p) for p in m.parameters()] == [id(p) for p in weights]
+            with pytest.raises(TwoThreadsError, match=r"Waits is trained by two threads at once.*deepcopy"):
+                y.backward() if second == "backward" else m(x[:, :1] if second == "short call" else x)
+        finally:
+            m.go.set()
+        assert worst(found.result(), true) < EXACT
+    assert worst(gradients(m, x), true) < EXACT
+    assert all(a is b for a, b in zip(m.parameters(), weights, strict=True))
 
 
 @pytest.mark.slow
