@@ -52,7 +52,7 @@ from lt_tiled.policies import Tiling
 from lt_tiled.tiling.call import TiledCall, TileFunction, split_arguments
 from lt_tiled.tiling.check import check_position_wise
 from lt_tiled.tiling.compiled import compiled
-from lt_tiled.tiling.cut import Tokens, tile_bounds
+from lt_tiled.tiling.cut import Tokens, memory_order, tile_bounds
 from lt_tiled.tiling.last import FORWARD
 from lt_tiled.tiling.pending import Pending, none_left, output_of, values
 from lt_tiled.tiling.recompute import is_transformed
@@ -214,7 +214,7 @@ class TiledPatch(Tiled, Patch):
 
     def _run(self, function: TileFunction, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # 1. What runs on a tile.
-        made, through = None, {}
+        made, through, order = None, {}, None
         collector = active_collector() if is_recorded(function.inside) else None
         if collector is not None:
             function = replace(function, run=partial(run_recorded, function.run, tuple(collector)), key=(id(self), ""))
@@ -228,7 +228,10 @@ class TiledPatch(Tiled, Patch):
                 made = None
         if made is None:
             args, kwargs = values((args, kwargs))
-            made, through = self.decide(function, args, kwargs), {}
+            # A norm of each head gets its tokens as they lie in memory: else its input would be copied.
+            order = memory_order(args[0]) if args and self.spec.is_lone_norm and not self.spec.pends else None
+            ordered = args if order is None else (args[0].permute(order), *args[1:])
+            made, through = self.decide(function, ordered, kwargs), {}
         # 3. Untiled.
         if isinstance(made, Untiled):
             self._accept(made, module)
@@ -244,6 +247,8 @@ class TiledPatch(Tiled, Patch):
             return self._run_untiled(Untiled("short"), function, partial(self.inner, module, *args, **kwargs))
         # 5. In tiles of its own.
         output = run_tiled(call, inputs, through)
+        if order is not None:
+            return output.permute([order.index(index) for index in range(len(order))])
         if collector is None:
             return output
         output, found = output
