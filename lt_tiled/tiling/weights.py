@@ -2,15 +2,14 @@
 
 NOTE [Leaves]
 A tile's graph begins at leaves, one for each weight, which stand in the weight's places while tiles run: in
-``_parameters``, and in the plain attributes where FSDP keeps views of its flat weights. What takes a leaf's gradient
-adds it to the sum, so only one gradient is alive next to the sums. ``finally`` takes the leaves out, also after Ctrl-C.
+``_parameters``, and in the plain attributes where FSDP keeps views of its flat weights. A leaf's ``grad`` is the sum,
+to which autograd adds the gradient of each tile. ``finally`` takes the leaves out, also after Ctrl-C.
 Another thread that runs the module meanwhile would give its gradients to these leaves, so a module belongs to one
 thread during each call and each recompute, and another thread gets an error.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,7 +142,7 @@ def sum_dtype(dtype: torch.dtype, accumulate: str) -> torch.dtype:
 
 
 class GradientSum:
-    """Sums one tensor's gradients over the tiles while autograd produces them.
+    """The leaf of one tensor, whose ``grad`` is the sum of the tensor's gradients over the tiles.
 
     Sums of 16-bit gradients are kept in float32 and rounded once: summed in their own dtype, their error grows with the
     number of tiles.
@@ -151,45 +150,36 @@ class GradientSum:
 
     def __init__(self, tensor: Tensor, accumulate: str) -> None:
         self.dtype = tensor.dtype
-        self.sum_dtype = sum_dtype(tensor.dtype, accumulate)
-        self.sum: Tensor | None = None
         self.leaf = nn.Parameter(tensor.detach())
         self.leaf.__dict__.update({**tensor.__dict__, **self.leaf.__dict__})  # code may read attributes of its weights
-        # The leaf keeps its hook, so the hook must not keep the sum.
-        mine = weakref.ref(self)
-        self.leaf.register_post_accumulate_grad_hook(lambda leaf: _take_gradient(mine(), leaf))
+        self.leaf.grad_dtype = sum_dtype(tensor.dtype, accumulate)
 
     def add(self, gradient: Tensor) -> None:
         """Add one tile's gradient, or a part of it."""
-        if self.sum is None:
-            self.sum = gradient.to(self.sum_dtype)
+        if self.leaf.grad is None:
+            self.leaf.grad = gradient.to(self.leaf.grad_dtype)
         else:
-            self.sum.add_(gradient)
+            self.leaf.grad.add_(gradient)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add ``left @ right``.
 
         A 16-bit product is rounded before it is added, as autograd's is, except on a CUDA GPU from the second one on.
         """
-        if self.sum is not None and self.sum.dtype == left.dtype:
-            torch.addmm(self.sum, left, right, out=self.sum)  # FlopCounterMode does not count addmm_
-        elif self.sum is not None and adds_in_product(self.sum, left):
-            torch.addmm(self.sum, left, right, out_dtype=torch.float32, out=self.sum)
+        total = self.leaf.grad
+        if total is not None and total.dtype == left.dtype:
+            torch.addmm(total, left, right, out=total)  # FlopCounterMode does not count addmm_
+        elif total is not None and adds_in_product(total, left):
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
         else:
             self.add(left.mm(right))
 
     def take(self, zeros: bool = False) -> Tensor | None:
         """Return the sum in the tensor's own dtype; if no tile used it, ``None``, or zeros where they are wanted."""
-        total, self.sum = self.sum, None
+        total, self.leaf.grad = self.leaf.grad, None
         if total is None:
             return torch.zeros_like(self.leaf, requires_grad=False) if zeros else None
         return total.to(self.dtype)
-
-
-def _take_gradient(total: GradientSum | None, leaf: Tensor) -> None:
-    if total is not None and leaf.grad is not None:
-        total.add(leaf.grad)
-    leaf.grad = None
 
 
 def wants_zeros(weight: Tensor) -> bool:
@@ -197,7 +187,6 @@ def wants_zeros(weight: Tensor) -> bool:
 
     Those of ZeRO-1 and 2 fill a bucket, and a user's would be called with ``None``.
     """
-    # Ours stand on the leaves of a tiled module around this one.
-    if not all(is_of(hook, ("lt_tiled.",)) for hook in (weight._post_accumulate_grad_hooks or {}).values()):
+    if weight._post_accumulate_grad_hooks:
         return True
     return not all(is_of(hook, ("torch.",)) for hook in (weight._backward_hooks or {}).values())
