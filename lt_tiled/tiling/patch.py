@@ -214,7 +214,9 @@ class TiledPatch(Tiled, Patch):
 
     def _run(self, function: TileFunction, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # 1. What runs on a tile.
-        made, through, order = None, {}, None
+        made: CallWithInputs | Untiled | None = None
+        through: Through = {}
+        order = None
         collector = active_collector() if is_recorded(function.inside) else None
         if collector is not None:
             function = replace(function, run=partial(run_recorded, function.run, tuple(collector)), key=(id(self), ""))

@@ -136,7 +136,7 @@ class Trace:
     """The last projection, if the recompute leaves it out."""
     prints: list[Tensor]
     """A fingerprint for each tile: see NOTE [Fingerprint]."""
-    frozen: Sequence[Tensor]
+    frozen: list[Tensor]
     """That of the last projection's weight where no anchor saves it."""
     eps: float
     """The unit in the last place of what they were made of."""
