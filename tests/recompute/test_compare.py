@@ -1,0 +1,185 @@
+"""The comparison of each recompute with its forward pass: what it must see, and what is rounding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from lt_tiled import tile
+from lt_tiled.recompute.compare import EPS, FEW, ROWS, VERDICT, fingerprint, rows_that_differ
+from tests.models import GatedMLP, H
+from tests.parity import EXACT, Reordered, gradients, randn, reference, worst
+from tests.world import World
+
+OTHER_VALUES = r"The recompute of .*GatedMLP.* computes other values"
+WIDTH, TOKENS = 128, 512
+
+
+class Attention(nn.Module):
+    """Attention in documents of 32 tokens, with a residual stream: its output is what an anchor saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        documents = torch.arange(TOKENS) // 32
+        self.mask = (documents[:, None] == documents).tril()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(1, TOKENS, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)  # [B, heads, S, D] each
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return x + self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def mask_of_one_document(m: Attention) -> None:
+    m.mask[64:96, :96] = torch.ones(32, 96, dtype=torch.bool).tril(64)  # it sees the two documents before it
+
+
+def larger_projection(m: Attention) -> None:
+    m.o_proj.weight.data.mul_(1.1)
+
+
+def half_a_unit(m: Attention) -> None:
+    for weight in m.parameters():
+        weight.data.mul_(1 + torch.finfo(weight.dtype).eps / 2 * torch.randn_like(weight).sign())
+
+
+ROUNDING: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "nothing": nullcontext,
+    "another kernel": lambda: sdpa_kernel(SDPBackend.MATH),
+    "another order of sums": lambda: Reordered("features", "tokens"),
+}
+
+
+@pytest.mark.low_precision
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_a_change(dtype: torch.dtype) -> None:
+    """The mask of one document of sixteen and a projection that is off by 10 % are noticed, and rounding is not."""
+    torch.manual_seed(0)
+    model, x = Attention().to(dtype), torch.randn(1, TOKENS, WIDTH, dtype=dtype)
+
+    def differs(now: Tensor) -> bool:
+        return rows_that_differ(before, fingerprint(now), EPS[dtype]) > 0
+
+    with torch.no_grad():
+        before = fingerprint(model(x))
+        for name, around in ROUNDING.items():
+            with around():
+                assert not differs(model(x)), name
+        for change, is_noticed in ((half_a_unit, False), (mask_of_one_document, True), (larger_projection, True)):
+            changed = copy.deepcopy(model)
+            change(changed)
+            assert differs(changed(x)) == is_noticed, change.__name__
+
+
+@pytest.mark.parametrize(("changed", "is_noticed"), [(FEW, False), (FEW + 1, True)])
+@pytest.mark.parametrize("value", [7.0, torch.nan, torch.inf])
+def test_a_few_rows_may_differ(value: float, changed: int, is_noticed: bool) -> None:
+    """As many rows as go to other experts may have any other value, NaN and infinity too; one more may not."""
+    before = fingerprint(torch.randn(1, ROWS, WIDTH))
+    now = before.clone()
+    now[:changed] = value
+    assert (rows_that_differ(before, now, EPS[torch.bfloat16]) > 0) == is_noticed
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_equal(value: float) -> None:
+    """NaN equals NaN, and infinity itself, and other rows are still compared."""
+    x = torch.randn(ROWS, WIDTH)
+    x[:100] = value
+    before = fingerprint(x)
+    assert rows_that_differ(before, before.clone(), EPS[torch.float32]) <= 0
+    assert rows_that_differ(before, fingerprint(x * 1.1), EPS[torch.float32]) > 0
+
+
+def test_rows_from_all_over() -> None:
+    """At most so many rows are taken, and the last token is among them."""
+    x = torch.arange(3.0 * 999 * 8).view(3, 999, 8)
+    few, all_of_them = fingerprint(x, rows=100), fingerprint(x, rows=3000)
+    assert len(few) <= 100
+    assert len(all_of_them) == 3 * 999
+    assert few[-1] == all_of_them[-1]
+
+
+# The verdict
+
+
+@pytest.mark.usefixtures("float64")
+def test_one_verdict() -> None:
+    """Changes of several modules raise once, with the names of all, and the next step is right."""
+    model, x = nn.Sequential(GatedMLP(), GatedMLP(), GatedMLP()), randn(1, 40, H)
+    for part in model:
+        tile(part, num_shards=4)
+    y = model(x)
+    for part in model[1:]:
+        part.act = torch.sin
+    with pytest.raises(RuntimeError, match=OTHER_VALUES):
+        y.sum().backward()
+    assert not VERDICT.samples
+    model.zero_grad()
+    plain = nn.Sequential(GatedMLP(), GatedMLP(act=torch.sin), GatedMLP(act=torch.sin))
+    plain.load_state_dict(model.state_dict())
+    assert worst(gradients(model, x), reference(plain, x)) < EXACT
+
+
+def test_a_backward_pass_inside_another() -> None:
+    """Samples of a backward pass are compared also if another one, of torch's reentrant checkpoint, ran inside it."""
+    inside, around = tile(GatedMLP(), num_shards=4), tile(GatedMLP(), num_shards=4)
+    y = around(checkpoint(inside, inside(randn(1, 40, H)), use_reentrant=True))
+    around.act = torch.sin
+    with pytest.raises(RuntimeError, match=OTHER_VALUES):
+        y.sum().backward()
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        raise ArithmeticError
+
+
+def test_a_backward_pass_that_fails() -> None:
+    """A backward pass that ends with an exception leaves no sample to the next one."""
+    module, x = tile(GatedMLP(), num_shards=4), randn(1, 40, H)
+    y = module(_Fails.apply(x))
+    module.act = torch.sin
+    with pytest.raises(ArithmeticError):
+        y.sum().backward()
+    assert not VERDICT.samples
+    module(x).sum().backward()
+
+
+def _steps_of_ddp(changes: bool) -> list[Tensor]:
+    """Return the gradients of a step behind one that is refused, or not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(H, H), GatedMLP())
+    ddp, x = DistributedDataParallel(model), torch.randn(2, 20, H)
+    tile(model[1], num_shards=4)
+    y = ddp(x)
+    if changes:
+        model[1].act = torch.sin
+        with pytest.raises(RuntimeError, match=OTHER_VALUES):
+            y.sum().backward()
+        model[1].act = F.silu
+    else:
+        y.sum().backward()
+    model.zero_grad()
+    ddp(x).sum().backward()
+    return [weight.grad for weight in model.parameters()]
+
+
+def test_the_next_step_of_ddp(world: World) -> None:
+    """DDP's own end of the backward pass runs before a verdict raises, so its next step is right."""
+    for true, found in zip(world(_steps_of_ddp, False), world(_steps_of_ddp, True), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(true, found, strict=True))
