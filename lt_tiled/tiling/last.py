@@ -4,13 +4,13 @@ NOTE [What the recompute leaves out]
 The backward pass of a matrix product reads its inputs and not its output. So where a tile returns the output of an
 ``nn.Linear`` as it is, the recompute does not compute it: the module returns a tensor without a value, which raises at
 any use, and the two products of its backward pass are computed without autograd. The first forward pass finds the
-module. Where the value is used after all, the tile is recomputed in full, in later calls as well.
+module. Where the value is used after all, all tiles are recomputed in full, in later calls as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,23 +68,32 @@ def _instead(linear: nn.Linear, forward: Callable[..., Any]) -> Iterator[None]:
             linear.__dict__.pop(name, None)
 
 
-def run_noting_input(linear: nn.Linear, run: Callable[[], Any]) -> tuple[Any, Tensor | None]:
-    """Run a tile; return its output, and the input of its last projection if that made the output."""
-    made: list[tuple[Tensor, Tensor]] = []
+class NotesInput:
+    """While tiles run, notes the input of their last projection, if they have one."""
 
-    def forward(input: Tensor) -> Tensor:
-        made.append((input, nn.Linear.forward(linear, input)))
-        return made[-1][1]
+    def __init__(self, linear: nn.Linear | None) -> None:
+        self.linear: Any = linear
+        self._made: list[tuple[Tensor, Tensor]] = []
 
-    with _instead(linear, forward):
-        output = run()
-    for input, own in made:
-        if own is output:
-            return output, input
-    return output, None
+    def in_place(self) -> AbstractContextManager[None]:
+        """Let it see the projection in the tiles that run inside."""
+        return nullcontext() if self.linear is None else _instead(self.linear, self._forward)
+
+    def _forward(self, input: Tensor) -> Tensor:
+        output = nn.Linear.forward(self.linear, input)
+        self._made.append((input, output))
+        return output
+
+    def input_of(self, output: Any) -> Tensor | None:
+        """Return the input of the projection in the tile that ran, if that made the tile's output."""
+        made, self._made = self._made, []
+        for input, own in made:
+            if own is output:
+                return input
+        return None
 
 
-class LeavesOut:
+class LeavesOut(NotesInput):
     """While a tile runs, leaves out its last projection: see NOTE [What the recompute leaves out].
 
     Args:
@@ -97,44 +106,44 @@ class LeavesOut:
     def __init__(
         self, linear: nn.Linear, weight: GradientSum | None, bias: GradientSum | None, dtype: torch.dtype | None
     ) -> None:
-        self.linear = linear
-        self.input: Tensor | None = None
+        super().__init__(linear)
+        self._input: Tensor | None = None
         """The input of the projection in the tile that runs."""
         self._sums, self._dtype = (weight, bias), dtype
         self._held = linear.weight if weight is None else weight.leaf
         held = self._held.detach().conj()
         self._weight = held if dtype is None else held.to(dtype)
 
-    def run(self, function: Callable[[], Any]) -> Any:
-        """Run a tile without its last projection."""
-        self.input = None
-        with _instead(self.linear, self._forward):
-            return function()
-
     def _forward(self, input: Tensor) -> Tensor:
         dtype, linear = self._dtype or input.dtype, self.linear
         wrapped = any(map(is_traceable_wrapper_subclass, (input, self._weight)))
         # The module's own code may turn autocast off, and autocast leaves float64 as it is.
         autocast = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else None
-        if self.input is not None or wrapped or autocast != self._dtype or self._weight.dtype != dtype:
+        if self._input is not None or wrapped or autocast != self._dtype or self._weight.dtype != dtype:
             raise NotLeftOut
         # The module's own code may have put another weight in its place.
         if linear.weight is not self._held or input.dtype == torch.float64 != dtype:
             raise NotLeftOut
-        self.input, self._version = input, input._version
+        self._input, self._version = input, input._version
         shape = (*input.shape[:-1], self._weight.shape[0])
-        self.output: _Unread = _NoValue.apply(shape, dtype, input, linear.weight, linear.bias)
-        return self.output
+        self._output: _Unread = _NoValue.apply(shape, dtype, input, linear.weight, linear.bias)
+        return self._output
 
-    def check(self, outputs: Sequence[Any]) -> None:
-        """Raise :class:`NotLeftOut` if the tile returned something else than the output of the projection."""
-        if self.input is None or len(outputs) != 1 or outputs[0] is not self.output:
-            raise NotLeftOut
-        if self.output.read or self.input._version != self._version:
+    def input_of(self, output: Any) -> Tensor:
+        """Return the input of the projection in the tile that ran.
+
+        Raises:
+            NotLeftOut: If the tile returned something else than its output, or may have read that.
+        """
+        input = self._input
+        if input is None or output is not self._output or self._output.read or input._version != self._version:
             raise NotLeftOut
         # Hooks of torch follow modules. A user's may read the value.
-        if not all(is_of(hook, ("torch.",)) for hook in (self.output._backward_hooks or {}).values()):
-            raise NotLeftOut
+        if self._output._backward_hooks:
+            for hook in self._output._backward_hooks.values():
+                if not is_of(hook, ("torch.",)):
+                    raise NotLeftOut
+        return input
 
     def roots(self, gradient: Tensor | None) -> list[Root]:
         """Add the gradients of weight and bias to their sums, given that of the output ``[..., out]``.
@@ -142,7 +151,7 @@ class LeavesOut:
         Returns:
             Where the rest of the tile's graph ends, with its gradient.
         """
-        input = self.input
+        input, self._input = self._input, None
         if gradient is None or input is None:
             return []
         rows, (weight, bias) = gradient.flatten(0, -2), self._sums  # [t, out]
@@ -153,10 +162,8 @@ class LeavesOut:
             bias.add(rows.sum(0))
         if not input.requires_grad:
             return []
-        found = rows.mm(self._weight).view_as(input).to(input.dtype)
         # An edge, which does not keep the input in memory: no gradient needs its values any more.
-        self.input = None
-        return [(get_gradient_edge(input), found)]
+        return [(get_gradient_edge(input), rows.mm(self._weight).view_as(input).to(input.dtype))]
 
 
 class _Unread(Tensor):

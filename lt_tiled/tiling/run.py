@@ -20,7 +20,7 @@ that runs in the tiles of what follows it keeps an anchor of its own, as it has 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from lt_tiled.recompute.compare import EPS, ROWS, VERDICT, Sample, fingerprint
 from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.cut import Assembly, each_tile
 from lt_tiled.tiling.graph import check_leaves
-from lt_tiled.tiling.last import LeavesOut, NotLeftOut, Root, find_last, run_noting_input
+from lt_tiled.tiling.last import LeavesOut, NotesInput, NotLeftOut, Root, find_last
 from lt_tiled.tiling.recompute import (
     PlainSavedTensors,
     RandomState,
@@ -164,9 +164,15 @@ class TiledFunction(torch.autograd.Function):
     @staticmethod
     @without_compiler
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = saved_by(ctx.anchor, ctx.call, given)
-        recompute = Recompute(ctx.call, ctx.box[0], saved)
-        found = recompute.run(given)
+        call, trace = ctx.call, ctx.box[0]
+        saved, found = saved_by(ctx.anchor, call, given), None
+        recompute = Recompute(call, trace, saved, leaves_out=trace.last is not None)
+        with suppress(NotLeftOut):
+            found = recompute.run(given)
+        if found is None:  # from now on tiles are recomputed in full
+            call.tiled.plans[call.kind] = Plan(None)
+            recompute = Recompute(call, trace, saved, leaves_out=False)
+            found = recompute.run(given)
         recompute.compare()
         return None, None, None, None, None, *found
 
@@ -211,21 +217,24 @@ def forward(call: TiledCall, inputs: Sequence[Tensor]) -> Trace:
     eps = 0.0
     compares = call.differentiable and is_real(inputs[0])
     # Graphs that the module makes for itself are hidden from an activation checkpoint around it.
-    with torch.no_grad(), hidden_from_offloaders():
+    with torch.no_grad(), hidden_from_offloaders(), ExitStack() as stack:
+        notes = NotesInput(plan.last if plan else None)
+        stack.enter_context(notes.in_place())
         for index, tile in each_tile(enumerate(call.tiles([t.detach() for t in inputs]))):
-            run = partial(call.run, tile)
             if plan is None:  # the first tile of the first call of its kind finds the last projection
-                output, last, sampled = find_last(run)
+                output, last, sampled = find_last(partial(call.run, tile))
                 plan = call.tiled.plans[call.kind] = Plan(last)
-            elif plan.last is not None:
-                output, sampled = run_noting_input(plan.last, run)
+                notes = NotesInput(last)
+                stack.enter_context(notes.in_place())
             else:
-                output, sampled = run(), None
-            if compares and (chosen := to_compare(output, sampled)) is not None:
+                output = call.run(tile)
+                sampled = notes.input_of(output)
+            chosen = to_compare(output, sampled) if compares else None
+            if chosen is not None:
                 prints.append(fingerprint(chosen, ROWS // len(call.bounds) + 1))
-                eps = max(EPS[chosen.dtype], EPS.get(call.precision.dtype or chosen.dtype, 0.0))
+                eps = eps or max(EPS[chosen.dtype], EPS.get(call.precision.dtype or chosen.dtype, 0.0))
             assembly.add(index, output)
-            del output, sampled
+            del output, sampled, chosen
     last = plan.last if plan else None
     return Trace(assembly, random, last, prints, prints_of_frozen(last) if compares else [], eps)
 
@@ -267,7 +276,7 @@ def hidden_from_offloaders() -> AbstractContextManager[Any]:
 class Recompute:
     """The recompute of a call's tiles, and their gradients. What is the same for all tiles is made once."""
 
-    def __init__(self, call: TiledCall, trace: Trace, saved: Sequence[Tensor]) -> None:
+    def __init__(self, call: TiledCall, trace: Trace, saved: Sequence[Tensor], leaves_out: bool) -> None:
         self.call, self.trace = call, trace
         count, accumulate = len(call.wants_grad), call.tiled.tiling.accumulate
         self.inputs, self.weights = saved[:count], saved[count:]
@@ -279,15 +288,14 @@ class Recompute:
         for tensor, wants, per_token in zip(self.inputs, call.wants_grad, call.per_token, strict=True):
             self.wholes.append(GradientSum(tensor, accumulate) if wants and not per_token else None)
             self.results.append(tensor.new_empty(tensor.shape) if wants and per_token else None)
-        self.leaves_out = self._leaves_out()
+        self.last = NotesInput(trace.last)
+        if leaves_out and trace.last is not None:
+            self.last = self._leaves_out(trace.last)
         self.prints: list[Tensor] = []
         """A fingerprint for each tile."""
         self.frozen = prints_of_frozen(trace.last) if trace.frozen else []
 
-    def _leaves_out(self) -> LeavesOut | None:
-        linear = self.trace.last
-        if linear is None:
-            return None
+    def _leaves_out(self, linear: nn.Linear) -> LeavesOut:
         # By their places: FSDP makes its views of flat weights anew for each pass.
         sums: dict[str, GradientSum] = {}
         for places, total in zip(self.call.weights.values(), self.sums, strict=True):
@@ -310,7 +318,7 @@ class Recompute:
             # 2. Each tile runs again with a graph, and adds its gradients to the sums.
             swapped = in_place(list(call.weights.values()), leaves)
             mine = one_thread(call.function.parts, call.name)
-            with torch.enable_grad(), hidden_from_offloaders(), mine, swapped:
+            with torch.enable_grad(), hidden_from_offloaders(), mine, swapped, self.last.in_place():
                 self._run_tiles(given)
         # 3. One gradient for each input and weight.
         found: list[Tensor | None] = []
@@ -343,46 +351,28 @@ class Recompute:
             leaves: list[Tensor] = []
             for tensor, wants, whole in zip(tile, call.wants_grad, self.wholes, strict=True):
                 leaves.append(tensor.detach().requires_grad_(wants) if whole is None else whole.leaf)
-            outputs = self._run_tile(leaves)
-            self._differentiate(outputs, own, leaves, first=index == 0)
+            # On views: autocast would cache the cast of a leaf, and sum gradients in 16 bits.
+            output = call.run([leaf.view_as(leaf) for leaf in leaves])
+            self._note(output)
+            self._differentiate(leaves_of(output), own, leaves, first=index == 0)
             for leaf, result in zip(leaves, results, strict=True):
                 if result is not None:
                     result.zero_() if leaf.grad is None else result.copy_(leaf.grad)
                     leaf.grad = None  # not alive beside the next tile
 
-    def _run_tile(self, leaves: Sequence[Tensor]) -> list[Any]:
-        """Run a tile with a graph, and return its outputs."""
-        # On views: autocast would cache the cast of a leaf, and sum gradients in 16 bits.
-        run, before = partial(self.call.run, [leaf.view_as(leaf) for leaf in leaves]), self.leaves_out
-        if before is not None:
-            random = RandomState.now(self.call.device)
-            try:
-                outputs = leaves_of(before.run(run))
-                before.check(outputs)
-            except NotLeftOut:
-                # From now on tiles are recomputed in full.
-                self.leaves_out = None
-                self.call.tiled.plans[self.call.kind] = Plan(None)
-                random.set()
-            else:
-                self._note(before.input)
-                return outputs
-        # What is compared is chosen as in the forward pass.
-        output, sampled = (run(), None) if self.trace.last is None else run_noting_input(self.trace.last, run)
-        self._note(to_compare(output, sampled))
-        return leaves_of(output)
-
-    def _note(self, computed: Tensor | None) -> None:
-        if self.trace.prints and computed is not None:
-            self.prints.append(fingerprint(computed, ROWS // len(self.call.bounds) + 1))
+    def _note(self, output: Any) -> None:
+        """Note what a tile computed, as the forward pass did."""
+        chosen = to_compare(output, self.last.input_of(output))
+        if chosen is not None and self.trace.prints:
+            self.prints.append(fingerprint(chosen, ROWS // len(self.call.bounds) + 1))
 
     def _differentiate(
         self, outputs: Sequence[Any], own: Sequence[Tensor | None], leaves: Sequence[Tensor], first: bool
     ) -> None:
         """Compute the gradients of a tile: the sums take those of weights, and the leaves keep those of inputs."""
         roots: list[Root] = []
-        if self.leaves_out is not None:
-            roots += self.leaves_out.roots(own[0])
+        if isinstance(self.last, LeavesOut):
+            roots += self.last.roots(own[0])
         else:
             for output, gradient in zip(outputs, own, strict=True):
                 if gradient is not None and output.requires_grad:
