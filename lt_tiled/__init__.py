@@ -9,6 +9,7 @@ from lt_tiled.errors import (
     OffloadDiskFullError,
     OffloadError,
     SimulationError,
+    TwoThreadsError,
 )
 from lt_tiled.loss.functional import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
 from lt_tiled.policies import ActivationCheckpointing, SequenceParallel, Tiling
@@ -42,6 +43,7 @@ __all__ = [
     "TiledModelParallelStrategy",
     "TiledSingleDeviceStrategy",
     "Tiling",
+    "TwoThreadsError",
     "Verification",
     "callbacks",
     "fabric",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lt_tiled.errors import REMEDY, NotPositionWiseError
+from lt_tiled.errors import REMEDY, NotPositionWiseError, TwoThreadsError
 from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.cut import Assembly, Bounds, Tokens
 from lt_tiled.tiling.graph import check_closed, kept_tensors
@@ -37,7 +37,7 @@ from lt_tiled.tiling.recompute import (
 )
 from lt_tiled.tiling.run import leaves_of
 from lt_tiled.tiling.state import Owner
-from lt_tiled.tiling.weights import Place, TwoThreadsError, in_place
+from lt_tiled.tiling.weights import Place, in_place
 
 CHECK_TOKENS = 32
 MOST_BYTES = 256 * 2**20

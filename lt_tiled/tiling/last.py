@@ -126,8 +126,9 @@ class LeavesOut(NotesInput):
             raise NotLeftOut
         self._input, self._version = input, input._version
         shape = (*input.shape[:-1], self._weight.shape[0])
-        self._output: _Unread = _NoValue.apply(shape, dtype, input, linear.weight, linear.bias)
-        return self._output
+        output: _Unread = _NoValue.apply(shape, dtype, input, linear.weight, linear.bias)
+        self._output = output
+        return output
 
     def input_of(self, output: Any) -> Tensor:
         """Return the input of the projection in the tile that ran.

@@ -19,16 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lt_tiled.errors import TwoThreadsError
 from lt_tiled.modules.patch import is_of
 
 Place = tuple[nn.Module, str]
 """A module and the name of an attribute."""
 Weights = dict[Tensor, list[Place]]
 """Trainable tensors with all their places: a tied weight has several."""
-
-
-class TwoThreadsError(RuntimeError):
-    """Two threads train one module at the same time."""
 
 
 @contextmanager

@@ -21,12 +21,11 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from lt_tiled import prepare, tile, untile
+from lt_tiled import TwoThreadsError, prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.patch import TiledPatch
 from lt_tiled.tiling.recompute import RandomState
 from lt_tiled.tiling.state import LargestCall
-from lt_tiled.tiling.weights import TwoThreadsError
 from tests.interrupts import interrupted_at
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, tiny_llama
 from tests.parity import (
