@@ -58,14 +58,14 @@ def find_last(run: Callable[[], Any]) -> tuple[Any, nn.Linear | None, Any]:
 def _instead(linear: nn.Linear, forward: Callable[..., Any]) -> Iterator[None]:
     """Let a linear module run something else for a while; a patched one is asked for below its patches."""
     name = FORWARD if "forward" in linear.__dict__ else "forward"
-    linear.__dict__[name] = forward
     try:
-        yield
-    finally:
         try:
+            linear.__dict__[name] = forward
+            yield
+        finally:
             linear.__dict__.pop(name, None)
-        finally:  # again, after Ctrl-C in the first attempt
-            linear.__dict__.pop(name, None)
+    finally:  # again, after Ctrl-C in the first attempt
+        linear.__dict__.pop(name, None)
 
 
 class NotesInput:

@@ -41,19 +41,19 @@ def one_thread(parts: Sequence[nn.Module], name: str) -> Iterator[None]:
     """
     mine = _Use(get_ident())
     try:
-        for part in parts:
-            # One step of the interpreter, so that no other thread comes between the question and the answer.
-            if _USED.setdefault(part, mine).thread != mine.thread:
-                raise TwoThreadsError(
-                    f"{name} is trained by two threads at once, which share its weights: run it in one thread at a"
-                    " time, or give each thread a copy.deepcopy of the model."
-                )
-        yield
-    finally:
         try:
+            for part in parts:
+                # One step of the interpreter, so that no other thread comes between the question and the answer.
+                if _USED.setdefault(part, mine).thread != mine.thread:
+                    raise TwoThreadsError(
+                        f"{name} is trained by two threads at once, which share its weights: run it in one thread at a"
+                        " time, or give each thread a copy.deepcopy of the model."
+                    )
+            yield
+        finally:
             _release(parts, mine)
-        finally:  # again, after Ctrl-C in the first attempt
-            _release(parts, mine)
+    finally:  # again, after Ctrl-C in the first attempt
+        _release(parts, mine)
 
 
 @dataclass(eq=False)
@@ -100,23 +100,28 @@ def in_place(places: Sequence[Sequence[Place]], leaves: Sequence[Tensor]) -> Ite
     """
     before: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for several, leaf in zip(places, leaves, strict=True):
-            for part, attribute in several:
-                # FSDP moves a weight from one to the other between the passes.
-                for holder in (part._parameters, part._buffers, part.__dict__):
-                    if attribute not in holder:
-                        continue
-                    # The dictionaries of ZeRO-3 all-gather a weight that is looked up in their own way.
-                    there = dict.__getitem__(holder, attribute)
-                    if isinstance(there, Tensor):
-                        before.append((holder, attribute, there))
-                        dict.__setitem__(holder, attribute, leaf)
-        yield
-    finally:
         try:
+            for several, leaf in zip(places, leaves, strict=True):
+                for place in several:
+                    _put(place, leaf, before)
+            yield
+        finally:
             _restore(before)
-        finally:  # again, after Ctrl-C in the first attempt
-            _restore(before)
+    finally:  # again, after Ctrl-C in the first attempt
+        _restore(before)
+
+
+def _put(place: Place, leaf: Tensor, before: list[tuple[dict[str, Any], str, Any]]) -> None:
+    """Put a leaf into a place of a weight, and note what was there."""
+    part, attribute = place
+    # FSDP moves a weight from one to the other between the passes.
+    for holder in (part._parameters, part._buffers, part.__dict__):
+        if attribute in holder:
+            # The dictionaries of ZeRO-3 all-gather a weight that is looked up in their own way.
+            there = dict.__getitem__(holder, attribute)
+            if isinstance(there, Tensor):
+                before.append((holder, attribute, there))
+                dict.__setitem__(holder, attribute, leaf)
 
 
 def _restore(before: list[tuple[dict[str, Any], str, Any]]) -> None:
