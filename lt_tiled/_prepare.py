@@ -108,13 +108,13 @@ class Prepared(AbstractContextManager["Prepared"]):
                 self.offloader = build(activation_checkpointing, ranks_per_node)
                 undo.callback(self.offloader.close)
             undo.callback(restore_losses, model, owner)
-            undo.callback(restore_leaves, model, needs)
+            undo.callback(restore_leaves, model)
             undo.callback(restore_tiled, model, owner)
             for tileable in tiled:
                 if get_patch(tileable.module, TiledPatch, tileable.method) is None:  # else it keeps what it has
                     assert tiling is not None
                     patch_tiled(tileable, tiling, needs, owner)
-            patch_leaves(model, needs, zero3_leaf_modules)
+            patch_leaves(model, zero3_leaf_modules)
             if loss is not None:
                 patch_losses(losses, loss, owner)
             call_torch = reach_attention(model, unpatched, undo) if keep else set()
@@ -143,8 +143,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         Raises:
             ValueError: If it would shard weights while tiles need them, or lose their gradients.
         """
-        if not self._needs.known:
-            self._needs.find(self.model)
+        self._needs.update(self.model)
 
     def release(self) -> None:
         """Restore the model, and free CPU memory and disk. Does nothing the second time."""

@@ -8,12 +8,12 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
+from lt_tiled.engines.found import Engine
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_patch, remove_patch
 from lt_tiled.policies import CompileOptions, Tiling
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled
-from lt_tiled.tiling.state import EngineNeeds
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -44,7 +44,8 @@ def tile(
         The same module, or the tiled method.
 
     Raises:
-        ValueError: If it is tiled already, or normalizes over the batch, or a value is out of bounds.
+        ValueError: If it is tiled already, or normalizes over the batch, or a value is out of bounds. In its first
+            call, if an engine would shard its weights between tiles.
         TypeError: If it is neither a module nor a module's method.
     """
     policy = Tiling(
@@ -56,7 +57,7 @@ def tile(
     )
     owner, method = _owner(target)
     kind = type(owner).__name__ if owner is target else f"{type(owner).__name__}.{method}"
-    patch_tiled(Tileable(kind, owner, kind, method, named=True), policy, EngineNeeds(), None)
+    patch_tiled(Tileable(kind, owner, kind, method, named=True), policy, Engine(owner), None)
     return target if owner is target else getattr(owner, method)
 
 

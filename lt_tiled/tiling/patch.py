@@ -28,7 +28,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -57,7 +56,7 @@ from lt_tiled.tiling.last import FORWARD
 from lt_tiled.tiling.pending import Pending, none_left, output_of, values
 from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.recorded import CAPTURING, active_collector, is_recorded, run_recorded
-from lt_tiled.tiling.run import Through, is_real, run_tiled, run_untiled
+from lt_tiled.tiling.run import Through, is_real, run_tiled, run_untiled, several_ranks
 from lt_tiled.tiling.state import EngineNeeds, Owner, Tiled, TileSpec
 from lt_tiled.tiling.weights import one_thread
 
@@ -200,7 +199,7 @@ class TiledPatch(Tiled, Patch):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call: see NOTE [How a call runs]."""
-        if self.untiled or not self.leader.active:
+        if not self.leader.active:
             return self.inner(module, *values(args), **values(kwargs))
         if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise RuntimeError(
@@ -214,6 +213,8 @@ class TiledPatch(Tiled, Patch):
 
     def _run(self, function: TileFunction, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # 1. What runs on a tile.
+        if self.untiled:
+            return self._run_untiled(function, partial(self.inner, module, *values(args), **values(kwargs)))
         made: CallWithInputs | Untiled | None = None
         through: Through = {}
         order = None
@@ -237,7 +238,7 @@ class TiledPatch(Tiled, Patch):
         # 3. Untiled.
         if isinstance(made, Untiled):
             self._accept(made, module)
-            return self._run_untiled(made, function, partial(self.inner, module, *args, **kwargs))
+            return self._run_untiled(function, partial(self.inner, module, *args, **kwargs))
         # 4. In the tiles of what follows, if that takes its output.
         call, inputs = made
         if self.is_leader or call.function.joined:
@@ -246,7 +247,7 @@ class TiledPatch(Tiled, Patch):
         if later is not None:
             return later
         if not (self.spec.alone or call.function.joined):
-            return self._run_untiled(Untiled("short"), function, partial(self.inner, module, *args, **kwargs))
+            return self._run_untiled(function, partial(self.inner, module, *args, **kwargs))
         # 5. In tiles of its own.
         output = run_tiled(call, inputs, through)
         if order is not None:
@@ -325,12 +326,11 @@ class TiledPatch(Tiled, Patch):
             return None
         return Pending.of(call, inputs, through, self.leader, output)
 
-    def _run_untiled(self, why: Untiled, function: TileFunction, inner: Callable[[], Any]) -> Any:
+    def _run_untiled(self, function: TileFunction, inner: Callable[[], Any]) -> Any:
         """Run the module as it is, where ranks may differ with its weights behind an anchor."""
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if several and torch.is_grad_enabled() and why.reason in ("hook", "short"):
-            return run_untiled(function.parts, inner)
-        return inner()
+        if not (self.needs.one_order and several_ranks() and torch.is_grad_enabled()) or is_transformed():
+            return inner()
+        return run_untiled(function.parts, inner)
 
     def _accept(self, untiled: Untiled, module: nn.Module) -> None:
         """Warn that a call runs untiled, and remember it where later calls must do the same.

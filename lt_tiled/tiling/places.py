@@ -19,8 +19,6 @@ ENGINES = frozenset(("applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn"
 ENGINES |= {"ds_id", "ds_grads_remaining", "ds_inflight_param_registry", "ds_recompute_parameters"}
 ENGINES |= {"_z3_leaf", "_original_parameters"}
 """What ZeRO-3's hooks set on modules between the passes (runtime/zero/parameter_offload.py)."""
-LEAF_HOOKS = "register_full_backward_hook"
-"""The method that is patched on leaf modules of ZeRO-3, and that no forward reads."""
 _NOT_READ = (frozenset(nn.Module().__dict__) - {"training"}) | ENGINES
 ATOMS = frozenset((bool, int, float, complex, str, bytes, NoneType, torch.dtype, torch.device, torch.Size, type))
 

@@ -13,19 +13,22 @@ there are, and no engine has to be told.
 NOTE [One order on all ranks]
 ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and sum the buckets of all ranks entry by
 entry. Ranks may run a call differently: its input is short on one of them, or has a hook. So every call passes its
-weights through an anchor, also if it runs untiled: all their gradients then arrive together, in the same order. A norm
-that runs in the tiles of what follows it keeps an anchor of its own, as it has one if it runs alone.
+weights through an anchor, also if it runs untiled: all their gradients then arrive together. A norm that runs in the
+tiles of what follows it keeps an anchor of its own, as it has one if it runs alone. Autograd runs first what was
+recorded last, but nodes that add to ``weight.grad`` before all others, in an order that depends on what else waits, as
+the loss of an auxiliary head on one rank. So each weight goes through a node of its own before the anchor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -97,7 +100,7 @@ def run_untiled(parts: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
     if not weights:
         return run()
     link = next(iter(weights)).new_empty(0, requires_grad=True)
-    _, *edges = Anchor.apply((), link, *weights)
+    _, *edges = Anchor.apply((), link, *one_by_one(weights))
     with in_place(list(weights.values()), edges):
         return run()
 
@@ -105,9 +108,19 @@ def run_untiled(parts: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
 def anchored(call: TiledCall, inputs: Sequence[Tensor], through: Through) -> tuple[Tensor, Edges]:
     """Return a link to the anchor, and its other outputs: the inputs and weights."""
     link = torch.empty(0, device=call.device, requires_grad=True)
-    weights = [through.get(weight, weight) for weight in call.weights]
+    weights = one_by_one(through.get(weight, weight) for weight in call.weights)
     link, *edges = Anchor.apply((*inputs, *call.weights), link, *inputs, *weights)
     return link, edges
+
+
+def one_by_one(weights: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Return weights whose gradients arrive one by one, the last one first: see NOTE [One order on all ranks]."""
+    return [weight.view_as(weight) for weight in weights] if several_ranks() else weights
+
+
+def several_ranks() -> bool:
+    """Whether other ranks may run this call in another way."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 class Anchor(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,47 +68,20 @@ class LargestCall:
 
 @dataclass
 class EngineNeeds:
-    """What the engine needs of tiled modules."""
+    """What the engine needs of tiled modules; a subclass finds the engine."""
 
     zeros_for_unused: bool = False
-    """Whether weights that no tile used get zero gradients, for engines whose hooks want a gradient for each."""
+    """Whether weights that no tile used get zero gradients."""
     pending: bool = True
     """Whether norms may run in the tiles of what follows: the weights of both must be there."""
+    one_order: bool = True
+    """Whether gradients must arrive in one order on all ranks: see NOTE [One order on all ranks]."""
 
-    known: bool = True
-    """Whether this is final. Otherwise a call looks for the engine if the following changed."""
-    holder: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
-    weight: Any = "unknown"
-    """A weight, and where it was, when there was no engine."""
-    hooks: Any = None
-    """Its hooks."""
-
-    leaves: dict[nn.Module, str] = field(default_factory=dict)
-    """The leaf modules that ZeRO-3 gave hooks, with their names."""
-    handles: list[Any] = field(default_factory=list)
-    """Hooks that are there until the model is released."""
-    task: int = -1
-    """The backward pass in which these modules are checked."""
-    in_bucket: dict[nn.Parameter, Callable[[], Any]] = field(default_factory=dict)
-    """Weak references to the gradients of their weights that ZeRO-3 took in it."""
+    def update(self, module: nn.Module) -> None:
+        """Look for the engine in a call of this tiled module, if it is not known."""
 
     def forget(self) -> None:
         """Look for the engine in the next call."""
-        self.known, self.weight = False, "unknown"
-
-    def update(self, module: nn.Module) -> None:
-        """Look for the engine in a call of a tiled module, if something changed since the last time."""
-        if self.known:
-            return
-        if self.holder.get(self.name) is not self.weight or getattr(self.weight, _HOOKS, None) is not self.hooks:
-            self.find(module)
-
-    def find(self, module: nn.Module) -> None:
-        """Find the engine in a call of this tiled module."""
-
-
-_HOOKS = "_post_accumulate_grad_hooks"
 
 
 @dataclass(eq=False)
