@@ -31,7 +31,7 @@ def operations(engine: str, shards: int | None, checkpointed: bool, calls: int =
     def backward() -> None:
         fabric.backward(sum((lm_loss(model(ids), ids) for _ in range(calls)), torch.zeros(())))
 
-    for _ in range(4):  # ZeRO-3 has recorded in which order it gathers, and the fifth recompute is not compared
+    for _ in range(4):  # ZeRO-3 has recorded its order, and the fifth recompute of a block is not compared
         backward()
         optimizer.step()
         optimizer.zero_grad()
