@@ -138,7 +138,11 @@ class _Check:
         """Of each weight and buffer, and what stands there."""
         for tensor, places in _held(call, wide).items():
             self.places.append(places)
-            self.leaves.append(self._as_leaf(tensor.detach().clone(), tensor in call.weights))
+            leaf = self._as_leaf(tensor.detach().clone(), tensor in call.weights)
+            # Code that parametrizes a weight for a while, as peft does, makes a buffer of what is no parameter.
+            if isinstance(tensor, nn.Parameter):
+                leaf = nn.Parameter(leaf, leaf.requires_grad)
+            self.leaves.append(leaf)
         self.inputs: list[Tensor] = []
         for tensor, per_token, wants in zip(inputs, call.per_token, call.wants_grad, strict=True):
             few = tensor.detach()

@@ -77,9 +77,9 @@ REASONS: dict[str, tuple[Any, ...]] = {
     "none": (GatedMLP, (1, 24, H), nullcontext, TILES, TILES, (1, 2)),
     "transform": (GatedMLP, (1, 24, H), parametrize.cached, UNTILED, UNTILED, ()),
     "hook": (hooked, (1, 24, H), nullcontext, "untiled, warns", "untiled, warns", (2,)),
-    "inputs": (GatedMLP, (H,), nullcontext, UNTILED, UNTILED, ()),
+    "inputs": (GatedMLP, (H,), nullcontext, UNTILED, UNTILED, (2,)),
     "short": (GatedMLP, (1, 3, H), nullcontext, UNTILED, UNTILED, (2,)),
-    "check": (Mixing, (1, 24, H), nullcontext, "raises", "untiled, warns", ()),
+    "check": (Mixing, (1, 24, H), nullcontext, "raises", "untiled, warns", (2,)),
     "check of a mixture": (WithExperts, (1, 24, H), nullcontext, EXPERTS + ", warns", EXPERTS + ", warns", (1, 2)),
 }
 
