@@ -26,6 +26,18 @@ class MeanBackward(torch.autograd.Function):
         return gradient - gradient.mean(-2, keepdim=True)
 
 
+class AttachedLoss(torch.autograd.Function):
+    """Gives a loss a gradient of one, as DeepSeek's ``AddAuxiliaryLoss`` does."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_ones(())
+
+
 class GatedMLP(nn.Module):
     """The feed-forward part of Llama."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
+from lt_tiled.modules.patch import is_patched
 from lt_tiled.tiling.call import TileFunction
 
 
@@ -41,16 +42,30 @@ def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str) -
     return nodes
 
 
-Kept = dict[tuple[int, str, str], Tensor]
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+
+
+def attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a module that its own code or users set, and its training mode."""
+    for name, value in part.__dict__.items():
+        if name not in _OF_TORCH and not name.startswith("_lt_tiled") and not is_patched(value):
+            yield name, value
+
+
+Kept = dict[int, tuple[str, Tensor]]
+"""Tensors with the paths of the attributes that hold them, by their ids."""
 
 
 def kept_tensors(function: TileFunction) -> Kept:
-    """Return the tensors with a graph in attributes of the work's modules, by module, submodule and name."""
-    parts = (
-        (index, path, part) for index, module in enumerate(function.modules) for path, part in module.named_modules()
-    )
-    attributes = (((index, path, name), v) for index, path, part in parts for name, v in part.__dict__.items())
-    return {place: v for place, v in attributes if isinstance(v, Tensor) and v.grad_fn is not None}
+    """Return the tensors with a graph in the attributes of a function's modules, and in containers there."""
+    found: Kept = {}
+    for module in function.modules:
+        for path, part in module.named_modules():
+            for name, value in attributes(part):
+                for leaf in pytree.tree_leaves(value):
+                    if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                        found[id(leaf)] = f"{path}.{name}".removeprefix("."), leaf
+    return found
 
 
 def check_closed(output: Any, leaves: Sequence[Tensor] | None, function: TileFunction, before: Kept, name: str) -> None:
@@ -69,10 +84,9 @@ def check_closed(output: Any, leaves: Sequence[Tensor] | None, function: TileFun
     """
     ends = [t.grad_fn for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
     nodes = check_leaves(ends, None if leaves is None else {id(leaf) for leaf in leaves}, name)
-    for (index, path, attribute), value in kept_tensors(function).items():
+    for key, (where, value) in kept_tensors(function).items():
         # What the output depends on (a normalized weight) is computed in each run.
-        if value is not before.get((index, path, attribute)) and value.grad_fn not in nodes:
-            where = f"{path}.{attribute}" if path else attribute
+        if key not in before and value.grad_fn not in nodes:
             raise NotPositionWiseError(
                 f"{name}: it keeps a tensor with a graph in its attribute {where}, which would be that of one tile."
                 f" Return it as an output instead. {REMEDY}"

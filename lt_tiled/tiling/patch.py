@@ -297,13 +297,13 @@ class TiledPatch(Tiled, Patch):
     def _is_due(self, call: TiledCall, inputs: list[Tensor]) -> bool:
         """Whether a call is to be checked.
 
-        What nobody named is checked in the first step, and not in the first one that is long enough to tile. That a
-        norm may share the tiles of what follows is a guess, so it is checked whatever the policy says.
+        A module is checked in the first step, and not in the first one that is long enough to tile: a rank with a short
+        input must not wait for another that refuses. That a norm may share the tiles of what follows is a guess, so it
+        is checked whatever the policy says.
         """
-        spec = self.spec
-        guessed = spec.is_lone_norm or call.function.joined
+        guessed = self.spec.is_lone_norm or call.function.joined
         wanted = is_real(inputs[0]) and (guessed or self.tiling.self_check)
-        early = not (spec.requested or spec.is_lone_norm) and torch.is_grad_enabled()
+        early = not self.spec.is_lone_norm and torch.is_grad_enabled()
         long_enough = call.tokens.count > 1 and (early or len(call.bounds) > 1)
         return wanted and long_enough and call.kind not in self.checked
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lt_tiled import ActivationCheckpointing, Tiling, prepare, report
+from lt_tiled import Tiling, prepare, report
 from lt_tiled.modules.feed_forward import find_sizes
-from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
-from tests.models import GatedMLP, H
+from tests.models import AttachedLoss, GatedMLP, H
 from tests.parity import MIXED, gradients, randn, spread, worst
+from tests.world import World
 
 pytestmark = pytest.mark.self_checks
 
@@ -46,26 +47,41 @@ def test_every_implementation_of_the_experts(name: str, experts: str) -> None:
     assert max(float((found[n] - true[n]).norm()) / max(float(true[n].norm()), 1e-3 * scale) for n in true) <= 1e-5
 
 
-@pytest.mark.table("Mixtral|GPT-OSS")
+@pytest.mark.table("(Mixtral|GPT-OSS)-.*")
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_router_logits_and_auxiliary_loss(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_recorded_router_logits_and_auxiliary_loss(name: str, checkpointed: bool) -> None:
     """With ``output_router_logits=True`` the recorded logits, the auxiliary loss and the gradients are the untiled
-    ones, in tiles.
+    ones, and the mixture with its router runs in tiles.
     """
     architecture = ARCHITECTURES[name]
     model = architecture.build()
     inputs = architecture.feed(model)
     true = run(model, inputs, output_router_logits=True)
     assert "router 0" in true
-    with prepare(model, tiling=Tiling(tile_tokens=24), activation_checkpointing=True):
+    with prepare(model, tiling=Tiling(tile_tokens=24), activation_checkpointing=checkpointed) as prepared:
         for _ in range(2):
             found = run(model, inputs, output_router_logits=True)
             assert found.keys() == true.keys()
             assert worst(found, true) <= MIXED
-        tiled = Report.of(model).tiled
-        assert any(row.path.endswith("experts") and row.tiles > 1 for row in tiled)
-    assert "Below its router experts" in caplog.text
-    assert not Report.of(model).tiled
+        tiled = prepared.report().tiled
+        assert len(tiled) == len(model.model.layers)
+        assert all(row.tiles > 1 and "experts" not in row.path for row in tiled)
+
+
+def gradients_of_a_rank(name: str, tiling: Tiling | None) -> dict[str, Tensor]:
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    inputs = architecture.feed(model)
+    with prepare(model, tiling=tiling, activation_checkpointing=True):
+        parallel = DistributedDataParallel(model)
+        return run(parallel, inputs, output_router_logits=True)
+
+
+def test_recorded_router_logits_under_ddp(world: World) -> None:
+    """The same on two ranks of DDP."""
+    tiled, untiled = (world(gradients_of_a_rank, "Mixtral", tiling) for tiling in (Tiling(tile_tokens=24), None))
+    assert all(worst(found, true) <= MIXED for found, true in zip(tiled, untiled, strict=True))
 
 
 _ONE = 3 * 32 * 192
@@ -135,6 +151,7 @@ class Balanced(nn.Module):
         self.experts = nn.ModuleList(GatedMLP() for _ in range(3))
         self.shared_expert = GatedMLP()
         self.register_buffer("load", torch.zeros(3))
+        self.tokens_per_expert = torch.zeros(3)
         self.loss: Any = None
 
     def forward(self, x: Tensor) -> Any:
@@ -146,10 +163,14 @@ class Balanced(nn.Module):
             self.loss = scores.mean(0).square().sum()
         if self.kind == "counted load" and self.training:
             self.load += scores.detach().sum(0).to(self.load.dtype)
+        if self.kind == "load in an attribute, where gradients are on" and torch.is_grad_enabled():
+            self.tokens_per_expert += scores.detach().sum(0).to(self.load.dtype)
         if self.kind == "capacity":
             first = scores.argsort(0, descending=True).argsort(0) < len(tokens) // 3
             scores = scores * first
         out = sum(expert(tokens) * scores[:, i, None] for i, expert in enumerate(self.experts))
+        if self.kind == "attached loss":
+            out = AttachedLoss.apply(out, scores.mean(0).square().sum())
         return (out + self.shared_expert(tokens)).view_as(x)
 
 
@@ -159,43 +180,63 @@ def total(model: nn.Module) -> Any:
     )
 
 
-@pytest.mark.table(".*-True")
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("kind", ["balance over tokens", "kept loss", "counted load", "capacity"])
-def test_statistics_over_tokens(kind: str, checkpointed: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A mixture that computes something over all its tokens is tiled below its router, with a warning: nothing is
-    changed.
-    """
+class Layer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(H), Balanced(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+KINDS = [
+    "balance over tokens",
+    "attached loss",
+    "kept loss",
+    "counted load",
+    "load in an attribute, where gradients are on",
+    "capacity",
+]
+
+
+def statistics(kind: str, targets: str, checkpointed: bool, tiled: bool) -> dict[str, Any]:
+    """Return the gradients of two layers, what they counted, and the tiles of their parts."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.ModuleDict({"mlp": Balanced(kind)}) for _ in range(2)))
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.mlp = nn.LayerNorm(H), Balanced(kind)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.mlp(self.norm(x))
-
-    model, x = nn.Sequential(Layer(), Layer()).double(), randn(2, 24, H, dtype=torch.float64)
-    true = gradients(model, x, loss=total(model))
-    counted = [layer.mlp.load.clone() for layer in model]
-    for layer in model:
-        layer.mlp.load.zero_()
-    with prepare(
-        model,
-        tiling=Tiling(num_shards=4),
-        activation_checkpointing=ActivationCheckpointing() if checkpointed and kind != "kept loss" else None,
-    ):
+    model, x = nn.Sequential(Layer(kind), Layer(kind)).double(), randn(2, 24, H, dtype=torch.float64)
+    tiling = Tiling(num_shards=4, targets=targets) if tiled else None
+    with prepare(model, tiling=tiling, activation_checkpointing=checkpointed and kind != "kept loss") as prepared:
         with torch.no_grad():  # a validation before the first step
             model.eval()(x)
         model.train()
-        assert worst(gradients(model, x, loss=total(model)), true) <= 1e-10
-        rows = {row.path.split(".", 2)[2]: row.tiles for row in Report.of(model).tiled}
-        assert rows == {"experts.0": 4, "experts.1": 4, "experts.2": 4, "shared_expert": 4}
-    if not checkpointed:  # a checkpointed block counts twice, tiled or not
-        assert all(torch.allclose(layer.mlp.load, load) for layer, load in zip(model, counted, strict=True))
+        found = {"gradients": gradients(model, x, loss=total(model))}
+        rows = prepared.report().tiled
+    found["loads"] = [(layer.mlp.load.tolist(), layer.mlp.tokens_per_expert.tolist()) for layer in model]
+    return {**found, "tiles": {row.path.split(".", 2)[2]: row.tiles for row in rows}}
+
+
+@pytest.mark.table("auto-.*-True|.*-attached loss-False")
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("targets", ["auto", "*.mlp"])
+def test_statistics_over_tokens(targets: str, kind: str, checkpointed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A mixture that computes something over all its tokens is tiled below its router, with a warning, named or found:
+    nothing is changed.
+    """
+    found, true = (statistics(kind, targets, checkpointed, tiled) for tiled in (True, False))
+    assert worst(found["gradients"], true["gradients"]) <= 1e-10
+    assert found["loads"] == true["loads"]
+    assert found["tiles"] == {"experts.0": 4, "experts.1": 4, "experts.2": 4, "shared_expert": 4}
     assert "Below its router" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["attached loss", "counted load"])
+def test_statistics_over_tokens_on_two_ranks(kind: str, world: World) -> None:
+    """The same on two ranks."""
+    tiled, untiled = (world(statistics, kind, "auto", True, tiled) for tiled in (True, False))
+    for found, true in zip(tiled, untiled, strict=True):
+        assert worst(found["gradients"], true["gradients"]) <= 1e-10
+        assert found["loads"] == true["loads"]
+        assert set(found["tiles"].values()) == {4}
 
 
 @pytest.mark.parametrize("name", ["Switch Transformers", "FlexOlmo"])

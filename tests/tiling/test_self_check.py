@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,16 +59,11 @@ def test_token_mixing_is_refused(device: str) -> None:
 REASONS = {  # of those parts that are not refused because their outputs differ
     "shared noise|noise of rows|locked dropout": "draws one random mask for several tokens",
     "mixed in the backward pass|mixed by a hook": "is not position-wise: its gradient of argument 0",
-    "counts|counts tokens|counts and uses": r"changes Part\.calls in its forward.*Return it",
-    "appends": r"changes Part\.seen in its forward.*Return it",
-    "keeps": r"changes Part\.last in its forward.*Return it",
-    "keeps a loss": r"keeps a tensor with a graph in its attribute parts\.0\.last",
-    "writes into a dict": r"changes Part\.stats in its forward.*Return it",
-    "writes into an attribute": r"changes Part\.constant of shape \[6\] in its forward.*Return it",
+    "counts and uses": r"changes Part\.calls in its forward.*Return it",
     "writes into its input": "changes its input in place.*out of place",
-    "counts in a buffer|sets a buffer|running mean": r"changes Part\.stat",
-    "spectral norm": r"changes \w+\.(weight)?_u of shape \[6\] in its forward",
-    "writes into a weight": r"changes Linear\.weight of shape \[6, 6\] in its forward",
+    "counts in a buffer|sets a buffer|running mean": r"changes Part\.stat in its forward",
+    "spectral norm": r"changes \w+\.(weight)?_u in its forward",
+    "writes into a weight": r"changes Linear\.weight in its forward",
 }
 
 
@@ -418,32 +412,6 @@ def test_the_mode_of_a_submodule_counts() -> None:
         module(randn(1, 40, H))
 
 
-@dataclass
-class Output:
-    """What torch cannot flatten."""
-
-    hidden: Tensor
-
-
-ONE_TILE: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "counts": (lambda: Keeps(lambda module, x: setattr(module, "calls", module.calls + 1)), "changes Keeps.calls"),
-    "returns an object": (lambda: Then(lambda y, gate: Output(y)), r"output 0 \(a Output\) is not per token"),  # type: ignore[arg-type,return-value]
-    "changes its input": (lambda: Keeps(lambda module, x: x.mul_(2)), "changes its input in place"),
-}
-
-
-@pytest.mark.parametrize("tokens", [2, 40])
-@pytest.mark.parametrize(("build", "reason"), ONE_TILE.values(), ids=ONE_TILE)
-def test_one_tile_is_checked_too(build: Callable[[], nn.Module], reason: str, tokens: int) -> None:
-    """Where a short call runs as one tile, as under ZeRO-2, what the recompute would do twice is refused as it is in
-    several tiles.
-    """
-    module = tile(build(), num_shards=4)
-    get_patch(module, TiledPatch).needs.same_order = True
-    with pytest.raises(NotPositionWiseError, match=reason):
-        module(randn(1, tokens, H).requires_grad_() * 1)
-
-
 def test_a_batch_is_checked_again() -> None:
     """A module that was checked with one row is checked again with several, which may be mixed."""
     module = tile(Then(lambda y, gate: y - y.mean(0) * (y.shape[0] > 1)), num_shards=4)
@@ -511,31 +479,12 @@ def test_values_that_are_finite_in_tiles_alone() -> None:
         tile(FiniteInTiles(), num_shards=2)(torch.randn(4, 1, H))
 
 
-class Schedule(GatedMLP):
-    """Mixes tokens from some step on."""
-
-    mix: float = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)
-        return y - self.mix * y.mean(1, keepdim=True)
-
-
-def test_a_number_that_is_no_longer_zero_is_checked() -> None:
-    """A module that begins to mix tokens when an attribute is no longer zero is refused then."""
-    m, x = tile(Schedule(), num_shards=4), randn(1, 40, H)
-    m(x).sum().backward()
-    m.mix = 0.5
-    with pytest.raises(NotPositionWiseError, match="Schedule is not position-wise"):
-        m(x)
-
-
 class Blocks(nn.Module):
     """Four MLPs one after the other, each with its input in its own dtype."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.mlps = nn.ModuleList(Schedule() for _ in range(4))
+        self.mlps = nn.ModuleList(GatedMLP() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for mlp in self.mlps:
@@ -554,7 +503,6 @@ OTHER_KINDS: dict[str, Callable[[Any], object]] = {
     "containers": lambda mlp: setattr(mlp, "factors", {"mix": 0.5}),
     "buffer": lambda mlp: mlp.register_buffer("scale", torch.ones(1)),
     "function": lambda mlp: setattr(mlp, "squash", torch.sigmoid),
-    "hook": lambda mlp: mlp.register_forward_hook(lambda module, args, output: output * 1),
 }
 
 
@@ -565,7 +513,7 @@ def test_one_module_of_each_kind_is_checked(differ: Callable[[Any], object], mon
 
     class Noted(module_of_the_check._Check):
         def __init__(self, call: Any, *args: Any) -> None:
-            names.append(call.patch.name)
+            names.append(call.name)
             super().__init__(call, *args)
 
     monkeypatch.setattr(module_of_the_check, "_Check", Noted)
@@ -575,7 +523,7 @@ def test_one_module_of_each_kind_is_checked(differ: Callable[[Any], object], mon
     differ(model.mlps[2])
     with prepare(model, tiling=Tiling(num_shards=2, targets="mlps.*")):
         model(randn(2, 40, H).requires_grad_()).sum().backward()
-    assert names == ["mlps.0 (Schedule)", "mlps.2 (Schedule)"]
+    assert names == ["mlps.0 (GatedMLP)", "mlps.2 (GatedMLP)"]
 
 
 def test_the_wrong_one_of_a_kind_is_named() -> None:
