@@ -18,8 +18,8 @@ LAYERS, TOKENS = 4, 2**20
 SIZES = {"vocab_size": 256, "num_hidden_layers": LAYERS, "max_position_embeddings": TOKENS}
 LLAMA = {**SIZES, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 MODELS: dict[str, tuple[dict[str, Any], float]] = {
-    "Llama 3": ({**LLAMA, "model_type": "llama", "intermediate_size": 14336}, 1.15),
-    "Qwen 3": ({**LLAMA, "model_type": "qwen3", "intermediate_size": 12288, "head_dim": 128}, 1.15),
+    "Llama 3": ({**LLAMA, "model_type": "llama", "intermediate_size": 14336}, 1.01),
+    "Qwen 3": ({**LLAMA, "model_type": "qwen3", "intermediate_size": 12288, "head_dim": 128}, 1.14),
     "GPT-2": (
         {
             "model_type": "gpt2",
