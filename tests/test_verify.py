@@ -19,8 +19,8 @@ from lt_tiled import TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling, 
 from lt_tiled.callbacks import TiledMLP
 from lt_tiled.cli import main
 from lt_tiled.loss.autograd import _TiledLoss
-from lt_tiled.tiling.autograd import TiledFunction
 from lt_tiled.tiling.recompute import RandomState
+from lt_tiled.tiling.run import TiledFunction
 from lt_tiled.verification import Row, Step, Verification, run_verify
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import draw, strategy
