@@ -26,6 +26,7 @@ from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.patch import TiledPatch
 from lt_tiled.tiling.recompute import RandomState
 from lt_tiled.tiling.state import LargestCall
+from lt_tiled.tiling.weights import _USED
 from tests.interrupts import interrupted_at
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, tiny_llama
 from tests.parity import (
@@ -630,19 +631,22 @@ def test_threads(second: str, in_recompute: bool) -> None:
 
 @pytest.mark.slow
 def test_interrupted_anywhere() -> None:
-    """Ctrl-C at every eleventh line of a step leaves the weights in place, and the next step is right."""
+    """Ctrl-C at every third line of a step leaves the module as it was, and the next step is right."""
     m, x = GatedMLP(), randn(1, 40, H)
     true = gradients(m, x)
     tile(m, num_shards=2)
     gradients(m, x)
-    weights = [id(p) for p in m.parameters()]
+    attributes = [part.__dict__.keys() for part in m.modules()]
+    weights, names = [id(p) for p in m.parameters()], [set(keys) for keys in attributes]
 
     def steps() -> int:
-        for count, line in enumerate(range(1, 100_000, 11)):
+        for count, line in enumerate(range(1, 100_000, 3)):
             if not interrupted_at(line, lambda: gradients(m, x)):
                 return count
             m.zero_grad(set_to_none=True)
             assert [id(p) for p in m.parameters()] == weights
+            assert attributes == names
+            assert not _USED  # or other threads could not run it any more
             assert worst(gradients(m, x), true) < EXACT
         raise AssertionError("the step has no end")
 
