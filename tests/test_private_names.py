@@ -136,7 +136,6 @@ IN_TORCH = {
     "_engine_run_backward": "autograd.graph",
     "_get_current_dispatch_mode_stack": "utils._python_dispatch",
     "_get_sequence_nr": "_C._autograd",
-    "_global_forward_hooks": "nn.modules.module",
     "_grouped_mm": "ops.aten",
     "_inductor": "",
     "_local_scalar_dense": "ops.aten",
