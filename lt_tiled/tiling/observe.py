@@ -10,7 +10,7 @@ one object, made before the forward pass, knows what that is:
   list that a block appends to grows by one entry per forward pass, not again in the recompute.
 * Buffers and other plain tensors that change in place. The first call in each training mode copies all buffers, and
   others of up to 64 MiB, and shows which change; later calls copy those, and small ones until the forward pass ends. A
-  torch function mode gives the recompute clones (see NOTE [Substitution]), so other threads see no change. Batch norm
+  torch function mode gives the recompute clones, so other threads see no change. Batch norm
   and ``.data`` change tensors without a new version, so the first call compares values.
 * Weights and tensors without a copy. A weight that was replaced, as by ``torch.func.functional_call``, is put back for
   the recompute. All of them are compared by version and storage, and a recompute that would read other values is

@@ -18,13 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from lt_tiled._log import inform
@@ -217,15 +215,6 @@ class CallCounter:
             return several or self.count > mine or mine & (mine - 1) == 0
 
         return is_due
-
-
-def samples_of(values: Any) -> list[Tensor]:
-    """Return a copy of some elements of each tensor that can be compared."""
-    samples = []
-    for leaf in [values] if isinstance(values, Tensor) else pytree.tree_leaves(values):
-        if isinstance(leaf, Tensor) and (view := sampled(leaf)) is not None:
-            samples.append(view.clone())
-    return samples
 
 
 def sampled(tensor: Tensor) -> Tensor | None:
