@@ -67,20 +67,25 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], owner: Owner 
 def _kind_of(call: TiledCall, inputs: Sequence[Tensor], state: HeldState) -> Hashable:
     """Return what is equal for calls of modules of the same classes, shapes, dtypes and attributes."""
     facts: list[Any] = [call.kind[1:]]  # without what tells functions of one module apart
-    facts += [(held.label, held.fact) for held in state.held.values()]
+    for held in state.held.values():
+        facts.append((held.label, held.fact))
     for part in call.function.parts:
-        facts += [(w.shape, w.dtype, w.requires_grad) for w in part._parameters.values() if w is not None]
+        for weight in part._parameters.values():
+            if weight is not None:
+                facts.append((weight.shape, weight.dtype, weight.requires_grad))
     for tensor, per_token in zip(inputs, call.per_token, strict=True):
-        facts.append((tensor.shape[len(call.tokens.lead) :] if per_token else tensor.shape, tensor.dtype))
+        lead = len(call.tokens.lead) if per_token else 0
+        facts.append((tensor.shape[lead:], tensor.dtype))
     return tuple(facts)
 
 
 def _weights_and_buffers(call: TiledCall) -> Weights:
     found: Weights = {weight: list(places) for weight, places in call.weights.items()}
     for part in call.function.parts:
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None and (part, name) not in found.get(tensor, ()):
-                found.setdefault(tensor, []).append((part, name))
+        for holder in (part._parameters, part._buffers):
+            for name, tensor in holder.items():
+                if tensor is not None and (part, name) not in found.get(tensor, ()):
+                    found.setdefault(tensor, []).append((part, name))
     return found
 
 
@@ -115,26 +120,34 @@ class _Check:
     """A few tokens of a call, in the module's own layout: see :func:`_check`."""
 
     def __init__(self, call: TiledCall, inputs: Sequence[Tensor], held: Weights | None) -> None:
-        self.call, self.wide, self.probe = call, held is not None, Probe(call)
+        self.call = call
+        self.wide = held is not None
+        self.probe = Probe(call)
+        self.targets: list[tuple[str, Tensor]] = []
+        """What wants a gradient, with its name: inputs, then weights."""
+        # 1. A few tokens of the inputs.
         self.tokens, picked = _pick(call.tokens.lead, call.device)
         self.inputs: list[Tensor] = []
-        self.targets: list[tuple[str, Tensor]] = []
-        """What wants a gradient: inputs, then weights."""
         for index, (tensor, per_token) in enumerate(zip(inputs, call.per_token, strict=True)):
             if per_token:
                 few = call.tokens.flatten(tensor.detach())[picked]
-                tensor = few.view(*self.tokens.lead, *few.shape[1:])
+                tensor = few.view(self.tokens.lead + few.shape[1:])
             self.inputs.append(self._as_leaf(tensor, call.wants_grad[index], f"argument {index}"))
+        # 2. What stands in the places of weights and buffers.
+        weights = call.weights if held is None else held
+        self.places = list(weights.values())
         self.leaves: dict[Tensor, str] = {}
-        """What stands in the places of weights, with its name."""
-        for tensor, places in (call.weights if held is None else held).items():
+        """Each with its name."""
+        for tensor, places in weights.items():
             name = f"{type(places[0][0]).__name__}.{places[0][1]}"
             self.leaves[self._as_leaf(tensor, tensor in call.weights, name)] = name
-        self.places = list((call.weights if held is None else held).values())
+        # 3. What is compared.
         self.given: list[Tensor] = []
         """A random gradient for each output."""
-        self.rest = [torch.zeros_like(target, requires_grad=False) for _, target in self.targets]
+        self.rest: list[Tensor] = []
         """The gradients of all tokens, less those of the tiles."""
+        for _, target in self.targets:
+            self.rest.append(torch.zeros_like(target, requires_grad=False))
 
     def _as_leaf(self, tensor: Tensor, wants: bool, name: str) -> Tensor:
         leaf = tensor.detach()
@@ -153,14 +166,15 @@ class _Check:
         Raises:
             NotPositionWiseError: If they differ, or the module changes something.
         """
-        count, with_graph = self.tokens.count, torch.is_grad_enabled()
+        count = self.tokens.count
         first = max(1, count * 3 // 4)  # so unequal that sums over tokens differ
+        with_graph = torch.is_grad_enabled()
         tiles = [(0, first), (first, count)]
         with in_place(self.places, list(self.leaves)):
-            before = [_norm(leaf) for leaf in self.leaves]
+            before = list(map(_norm, self.leaves))
             # 1. All tokens at once.
             outputs = self._run([(0, count)], with_graph)
-            sizes = [_norm(gradient) for gradient in self.rest]
+            sizes = list(map(_norm, self.rest))
             # 2. Tiles as in the forward pass, and as in its recompute. The first run may have filled caches.
             state = HeldState(self.call)
             of_tiles = self._run(tiles, with_graph=False)
@@ -168,9 +182,9 @@ class _Check:
                 self._run(tiles, with_graph)
             # 3. Nothing may have changed.
             changes = state.changes()
-        for (leaf, name), size in zip(self.leaves.items(), before, strict=True):
-            if abs(_norm(leaf) - size) > 0:
-                changes.append(name)
+            for leaf, size in zip(self.leaves, before, strict=True):
+                if abs(_norm(leaf) - size) > 0:
+                    changes.append(self.leaves[leaf])
         if changes:
             self._refuse(
                 f"changes {changes[0]} in its forward, which would be changed once for each tile, and again in the"
@@ -186,21 +200,26 @@ class _Check:
 
     def _run(self, bounds: Sequence[Bounds], with_graph: bool) -> list[Tensor]:
         """Run the tokens in tiles; return the outputs, and add or subtract gradients of inputs and weights."""
-        call, whole = self.call, len(bounds) == 1
+        call = self.call
+        whole = len(bounds) == 1
         assembly = Assembly(self.tokens, bounds, call.name)
         for index, (low, high) in enumerate(bounds):
             # 1. The tile's graph begins at leaves of its own.
             tile: list[Tensor] = []
             for tensor, per_token in zip(self.inputs, call.per_token, strict=True):
-                part = self.tokens.tiles(tensor.detach(), bounds)[index] if per_token else tensor.detach()
+                part = tensor.detach()
+                if per_token:
+                    part = self.tokens.tiles(part, bounds)[index]
                 tile.append(part.requires_grad_(with_graph and tensor.requires_grad))
-            kept, drawn = kept_tensors(call.function), self.probe.drawn
+            # 2. Run it on copies, which it may change.
+            kept = kept_tensors(call.function)
+            drawn = self.probe.drawn
             with torch.set_grad_enabled(with_graph), self.probe:
-                given = [leaf.clone() for leaf in tile]
-                versions = [version_of(tensor) for tensor in given]
+                given = list(map(torch.clone, tile))
+                versions = list(map(version_of, given))
                 output = call.run(given)
-            # 2. What it did beside.
-            if versions != [version_of(tensor) for tensor in given]:
+            # 3. What it did beside.
+            if versions != list(map(version_of, given)):
                 self._refuse("changes its input in place, which tiles cannot do. Make the change out of place.")
             drawn = self.probe.drawn - drawn
             if whole:
@@ -211,14 +230,15 @@ class _Check:
                     " tile would draw another."
                 )
             check_closed(output, None if call.differentiable else (), call.function, kept, call.name)
-            # 3. Its output and gradients.
+            # 4. Its output and gradients.
             assembly.add(index, pytree.tree_map_only(Tensor, torch.Tensor.detach, output))
             if whole:
                 self._give(assembly.wholes)
             if with_graph:
                 own = list(assembly.gradients(self.given))[index]
-                found = self._gradients(leaves_of(output), own, tile)
-                self._add(found, (low, high), 1 if whole else -1)
+                targets = [leaf for leaf in [*tile, *self.leaves] if leaf.requires_grad]
+                found = self._gradients(leaves_of(output), own, targets)
+                self._add(found, slice(low, high), 1 if whole else -1)
         return assembly.wholes
 
     def _give(self, outputs: Sequence[Tensor]) -> None:
@@ -230,37 +250,42 @@ class _Check:
                 gradient.normal_(generator=random)
             self.given.append(gradient.to(output.device))
 
-    def _gradients(self, ends: Sequence[Any], own: Sequence[Any], tile: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Return the gradients of inputs and weights."""
-        pairs = [(end, gradient) for end, gradient in zip(ends, own, strict=True) if end.requires_grad]
-        targets = [leaf for leaf in (*tile, *self.leaves) if leaf.requires_grad]
-        if not pairs or not targets:
+    def _gradients(self, ends: Sequence[Any], own: Sequence[Any], targets: list[Tensor]) -> Sequence[Tensor | None]:
+        outputs: list[Tensor] = []
+        given: list[Tensor] = []
+        for end, gradient in zip(ends, own, strict=True):
+            if end.requires_grad:
+                outputs.append(end)
+                given.append(gradient)
+        if not outputs or not targets:
             return [None] * len(targets)
-        outputs, given = zip(*pairs, strict=True)
-        zeros = [torch.zeros_like(output) for output in outputs]
         with self.probe:
-            of_zeros = torch.autograd.grad(outputs, targets, zeros, retain_graph=True, allow_unused=True)
-            for gradient in of_zeros:
-                if gradient is not None and bool(gradient.to_dense().nan_to_num().count_nonzero()):
+            # A loss that the module attaches itself has a gradient of one, whatever that of the output is.
+            zeros = list(map(torch.zeros_like, outputs))
+            for found in torch.autograd.grad(outputs, targets, zeros, retain_graph=True, allow_unused=True):
+                if found is not None and bool(found.to_dense().nan_to_num().count_nonzero()):
                     self._refuse(
                         "has gradients that do not come from its output, such as those of a loss that it attaches"
                         " itself, which each tile would attach again. Return the loss as an output instead."
                     )
             return torch.autograd.grad(outputs, targets, given, allow_unused=True)
 
-    def _add(self, gradients: Sequence[Tensor | None], bounds: Bounds, sign: int) -> None:
-        per_token = [p for p, tensor in zip(self.call.per_token, self.inputs, strict=True) if tensor.requires_grad]
-        for index, (gradient, rest) in enumerate(zip(gradients, self.rest, strict=True)):
+    def _add(self, gradients: Sequence[Tensor | None], tokens: slice, sign: int) -> None:
+        """Add or subtract the gradients of some tokens."""
+        wants = [p for p, tensor in zip(self.call.per_token, self.inputs, strict=True) if tensor.requires_grad]
+        per_token = wants + [False] * (len(self.rest) - len(wants))
+        for gradient, rest, in_part in zip(gradients, self.rest, per_token, strict=True):
             if gradient is None:
                 continue
-            if index < len(per_token) and per_token[index]:
-                rest = self.tokens.flatten(rest)[slice(*bounds)]
+            if in_part:
+                rest = self.tokens.flatten(rest)[tokens]
                 gradient = gradient.flatten(0, len(self.tokens.lead) - 1)
             rest.add_(gradient.to_dense(), alpha=sign)
 
     def _compare_output(self, what: str, whole: Tensor, tiled: Tensor) -> bool:
         if whole.is_complex():
-            whole, tiled = torch.view_as_real(whole.resolve_conj()), torch.view_as_real(tiled.resolve_conj())
+            whole = torch.view_as_real(whole.resolve_conj())
+            tiled = torch.view_as_real(tiled.resolve_conj())
         if not torch.equal(whole.isfinite(), tiled.isfinite()):
             self._refuse(f"is not position-wise: its {what} is finite elsewhere in tiles. {_UNLESS}")
         return self._compare(what, _norm(whole), _norm(whole - tiled), self.inputs)
@@ -276,7 +301,7 @@ class _Check:
         """
         # The least precise dtype of the run decides.
         bound = max(TOLERANCE.get(dtype, 0.0) for dtype in self.probe.dtypes)
-        noise = bound * _FLOOR * sum(_norm(t) for t in sources if t.is_floating_point())
+        noise = bound * _FLOOR * sum(map(_norm, filter(torch.is_floating_point, sources)))
         if difference > max(bound * size, noise):
             self._refuse(
                 f"is not position-wise: its {what} for {self.tokens.count} tokens differs by"

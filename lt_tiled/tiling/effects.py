@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Hashable
+from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -45,35 +46,44 @@ class HeldState:
         for index, part in enumerate(call.function.parts):
             name = type(part).__name__
             for holder in (part.__dict__, part._buffers):
-                self.held[index, id(holder)] = Held(name, holder, type(part), dict(holder))
-            for attribute, value in (*attributes(part), *part._buffers.items()):
+                self.held[index, id(holder)] = Held(name, holder, id(type(part)), dict(holder))
+            for attribute, value in chain(attributes(part), part._buffers.items()):
                 self._note((index, attribute), f"{name}.{attribute}", value)
 
     def _note(self, place: Hashable, label: str, value: Any) -> None:
-        fact: Hashable = id(value.__func__ if isinstance(value, MethodType) else value)
-        kept, inside = None, list[tuple[Any, Any]]()
+        fact: Hashable = id(value)
+        kept: Any = None
         if isinstance(value, dict | list | tuple | deque):
-            inside = list(value.items() if isinstance(value, dict) else enumerate(value))
-            fact, kept = len(value), copy.copy(value)
+            fact = len(value)
+            kept = copy.copy(value)
         elif isinstance(value, _PLAIN):
             fact = value
+        elif isinstance(value, MethodType):
+            fact = id(value.__func__)
+        elif isinstance(value, Tensor) and value.grad_fn is not None:
+            fact = None  # the graph of the output tells whether it may be there
         elif isinstance(value, Tensor):
-            # The graph tells whether one with a graph may be there.
-            fact = None if value.grad_fn is not None else (id(value), version_of(value))
+            fact = (id(value), version_of(value))
             if type(value) in PLAIN_TENSORS and value.nbytes <= SMALL and not value.requires_grad:
                 kept = value.clone()
         self.held[place] = Held(label, value, fact, kept)
-        for key, one in inside:
-            self._note((place, key), label, one)
+        # What a container holds.
+        if isinstance(value, dict):
+            for key, inside in value.items():
+                self._note((place, key), label, inside)
+        elif isinstance(value, list | tuple | deque):
+            for index, inside in enumerate(value):
+                self._note((place, index), label, inside)
 
     def changes(self) -> list[str]:
         """Return the labels of what is different now."""
         now = HeldState(self.call).held
-        found = [self.held[place].label for place in self.held.keys() - now.keys()]
-        for place, held in now.items():
-            was = self.held.get(place)
-            if was is None or was.fact != held.fact or not _is_equal(was.copy, held.copy):
-                found.append(held.label)
+        found: list[str] = []
+        for place in self.held.keys() | now.keys():
+            was = self.held.get(place, _ABSENT)
+            held = now.get(place, _ABSENT)
+            if was.fact != held.fact or not _is_equal(was.copy, held.copy):
+                found.append(was.label or held.label)
         return sorted(found)
 
     def restore(self) -> None:
@@ -91,12 +101,18 @@ class HeldState:
                     value.copy_(kept)
 
 
+_ABSENT = Held("", None, object(), None)
+
+
 def _is_equal(a: Any, b: Any) -> bool:
     """Whether two small tensors have the same bits. What has no copy is equal if the fact is."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return True
-    bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
-    return torch.equal(bits[0], bits[1])
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class Probe(TorchDispatchMode):
@@ -104,7 +120,9 @@ class Probe(TorchDispatchMode):
 
     def __init__(self, call: TiledCall) -> None:
         super().__init__()
-        self.name, self.start, self.drawn = call.name, RandomState.now(call.device), 0
+        self.name = call.name
+        self.start = RandomState.now(call.device)
+        self.drawn = 0
         self.dtypes: set[torch.dtype] = {torch.float64}
         """The floating-point dtypes of what was computed."""
         self.parallel = any(hasattr(weight, "placements") for weight in call.weights)

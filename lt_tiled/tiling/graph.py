@@ -21,7 +21,8 @@ def check_leaves(ends: Iterable[Any], known: Container[int] | None, name: str) -
         known: The ids of the leaves; ``None`` for any.
         name: The name in messages.
     """
-    todo, nodes = list(ends), set[Any]()
+    todo = list(ends)
+    nodes: set[Any] = set()
     while todo:
         node = todo.pop()
         if node in nodes:
