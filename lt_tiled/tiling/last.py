@@ -111,6 +111,7 @@ class LeavesOut(NotesInput):
         """The input of the projection in the tile that runs."""
         self._sums, self._dtype = (weight, bias), dtype
         self._held = linear.weight if weight is None else weight.leaf
+        self._bias = linear.bias if bias is None else bias.leaf
         held = self._held.detach().conj()
         self._weight = held if dtype is None else held.to(dtype)
 
@@ -121,8 +122,10 @@ class LeavesOut(NotesInput):
         autocast = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else None
         if self._input is not None or wrapped or autocast != self._dtype or self._weight.dtype != dtype:
             raise NotLeftOut
-        # The module's own code may have put another weight in its place.
-        if linear.weight is not self._held or input.dtype == torch.float64 != dtype:
+        # The module's own code may have put another weight in its place, by functional_call.
+        if linear.weight is not self._held or linear.bias is not self._bias:
+            raise NotLeftOut
+        if input.dtype == torch.float64 != dtype:
             raise NotLeftOut
         self._input, self._version = input, input._version
         shape = (*input.shape[:-1], self._weight.shape[0])

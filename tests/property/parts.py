@@ -116,6 +116,7 @@ POSITION_WISE: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "functional call": lambda part, x: torch.func.functional_call(
         part.inner, {"weight": part.other.weight, "bias": part.gain}, x
     ),
+    "functional call of a bias": lambda part, x: torch.func.functional_call(part.inner, {"bias": part.gain}, x),
     "vmap": lambda part, x: torch.func.vmap(part.inner)(x),
     "convolution of one": lambda part, x: F.conv1d(x.reshape(-1, H, 1), part.other.weight[..., None]).view_as(x),
     "without gradient": without_gradient,
