@@ -315,8 +315,12 @@ class _Check:
 
 def _norm(tensor: Tensor) -> float:
     """Return the norm of what is finite."""
-    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return float(tensor.detach().nan_to_num(0, 0, 0).to(wide).norm())
+    finite = tensor.detach().nan_to_num(0, 0, 0)
+    if not finite.is_floating_point():
+        finite = finite.float()
+    # Without a copy in float32.
+    wide = torch.float64 if finite.dtype == torch.float64 else torch.float32
+    return float(torch.linalg.vector_norm(finite, dtype=wide))
 
 
 def _pick(lead: Sequence[int], device: torch.device) -> tuple[Tokens, Tensor]:
