@@ -92,6 +92,7 @@ class _Verdict:
             engine.queue_callback(lambda: engine.queue_callback(read))
         samples.append(sample)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
     def read(self, samples: list[Sample]) -> None:
         """Compare all samples of a backward pass.
 
