@@ -34,8 +34,8 @@ from lt_tiled.determinism import DETERMINISM_CHECK, BlockSamples
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.kept import Kept
 from lt_tiled.modules.blocks import find_blocks
-from lt_tiled.modules.cache import by_name, without_unread_cache
-from lt_tiled.modules.find import find_named, kind_of, walk_all
+from lt_tiled.modules.cache import by_name
+from lt_tiled.modules.find import find_named, walk_all
 from lt_tiled.modules.patch import Order, Patch, set_patch
 from lt_tiled.offload.geometry import movable, storage_key, view_key
 from lt_tiled.offload.offloader import Offloader
@@ -112,7 +112,6 @@ class BlockPatch(Patch):
         if _is_recomputed_by_others(module) or is_transformed():
             self.by_others = self.by_others or not is_transformed()
             return self.inner(module, *args, **kwargs)
-        args, kwargs = without_unread_cache(module, args, kwargs)
         if not torch.is_grad_enabled():
             return self.inner(module, *args, **kwargs)
         return self.checkpointed(module, due, args, kwargs)
@@ -226,7 +225,7 @@ def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> li
     found = find_blocks(model)
     if not found:
         raise NothingFoundError(
-            f"ActivationCheckpointing found no blocks in {kind_of(model)} (repeated children of a ModuleList or"
+            f"ActivationCheckpointing found no blocks in {type(model).__name__} (repeated children of a ModuleList or"
             " Sequential): name them, as in ActivationCheckpointing(targets=['MyBlock']), or set"
             " activation_checkpointing=False."
         )

@@ -476,6 +476,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _MLLAMA,
         {
             "model.vision_model.transformer.layers.*.mlp": "MllamaVisionMLP",
+            "model.vision_model.global_transformer.layers.*.mlp": "MllamaVisionMLP",
             "model.language_model.layers.*.mlp": "MllamaTextMLP",
         },
         _images_beside_text,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
 
-from lt_tiled.modules.feed_forward import mixes_tokens, projection_sizes, widths_of
-from lt_tiled.modules.find import has_class, has_forward, outermost, unwrapped, walk, walk_all
+from lt_tiled.modules.feed_forward import mixes_tokens, mlp_widths
+from lt_tiled.modules.find import children_of, has_class, has_forward, outermost, walk, walk_all
 
 BLOCK_CLASSES = ("GradientCheckpointingLayer", "TransformerEncoderLayer", "TransformerDecoderLayer")
 """The base class of Hugging Face's layers, and torch's own layers."""
@@ -20,44 +21,39 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     repeat, such as experts, heads or convolutions with their norms, are no blocks. If nothing repeats, a layer that is
     alone in a ``ModuleList`` is one (ALBERT).
     """
-    known = [(path, m) for path, m in walk(model) if has_class(m, BLOCK_CLASSES)]
-    layers = {m for _, m in known}
-    others = (pair for path, m in walk_all(model) for pair in _repeated(path, m))
-    found = outermost([*known, *((path, m) for path, m in others if layers.isdisjoint(m.modules()))])
-    lists = [(path, m) for path, m in walk(model) if isinstance(m, nn.ModuleList) and len(m) == 1]
-    found = found or outermost(pair for path, m in lists for pair in _repeated(path, m, times=1))
-    kinds = {type(layer) for _, m in found for layer in _layers_in(m)}
-    blocks = list[tuple[str, nn.Module]]()
-    for path, m in found:  # of a stage its layers, also one alone
-        blocks += outermost(pair for pair in walk(m, path) if type(pair[1]) in kinds) or [(path, m)]
-    return blocks
+    known = outermost((path, m) for path, m in walk(model) if has_class(m, BLOCK_CLASSES))
+    candidates = {m for _, m in known}
+    layers = set(candidates)
+    others: list[nn.Module] = []
+    alone: list[tuple[str, nn.Module]] = []
+    for path, container in walk_all(model):
+        if isinstance(container, nn.ModuleList | nn.Sequential):
+            # Bare projections, activations and lists are no candidates.
+            composed = [(name, m) for name, m in children_of(container) if has_forward(m) and any(m.children())]
+            count = Counter(type(m) for _, m in composed)
+            repeated = {m for _, m in composed if count[type(m)] > 1}
+            candidates |= repeated
+            layers |= {m for m in repeated if _is_layer(m)}
+            others += [m for _, m in composed if m not in repeated]
+            if isinstance(container, nn.ModuleList) and len(container) == 1:
+                alone += [(f"{path}.{name}".lstrip("."), m) for name, m in composed]
+    # What contains layers is a stage, and one of its layers may be alone in another stage.
+    kinds = {type(m) for m in layers if layers.isdisjoint(_below(m))}
+    alike = {m for m in others if type(m) in kinds}
+    candidates |= alike
+    layers |= alike
+    found = outermost((path, m) for path, m in walk(model) if m in candidates and layers.isdisjoint(_below(m)))
+    return found or outermost(alone)
 
 
-def _layers_in(module: nn.Module) -> list[nn.Module]:
-    """Return the layers that a module repeats: they mix tokens and have an MLP, which may be of 1 x 1 convolutions."""
-    layers = []
-    for path, part in outermost(pair for below, m in walk_all(module) for pair in _repeated(below, m)):
-        inside = [(name.rpartition(".")[2], m) for name, m in walk(part)]
-        sizes = [size for _, m in inside if (size := projection_sizes(m) or _sizes_of_convolution(m)) is not None]
-        mixes = any(mixes_tokens(name, m) for name, m in inside)
-        if mixes and widths_of(sizes) is not None and not mixes_tokens(path, part):
-            layers += _layers_in(part) or [part]
-    return layers
+def _below(module: nn.Module) -> set[nn.Module]:
+    return set(module.modules()) - {module}
 
 
-def _sizes_of_convolution(module: nn.Module) -> tuple[int, int] | None:
-    if isinstance(module, nn.modules.conv._ConvNd) and max(module.kernel_size) == 1:
-        return module.in_channels, module.out_channels
-    return None
-
-
-def _repeated(path: str, container: nn.Module, times: int = 2) -> Iterator[tuple[str, nn.Module]]:
-    if not isinstance(container, nn.ModuleList | nn.Sequential):
-        return
-    children = [(f"{path}.{name}" if path else name, unwrapped(child)) for name, child in container.named_children()]
-    composed = [(p, m) for p, m in children if has_forward(m) and any(True for _ in m.children())]
-    classes = [type(m) for _, m in composed]
-    yield from ((p, m) for p, m in composed if classes.count(type(m)) >= times)
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a repeated module mixes tokens and has an MLP, which may be of 1 x 1 convolutions."""
+    mixes = any(mixes_tokens(path.rpartition(".")[2], m) for path, m in walk(module))
+    return mixes and mlp_widths(module) is not None
 
 
 def shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, str, nn.Parameter]]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled._log import inform
-from lt_tiled.modules.cache import caches_in
+from lt_tiled.modules.cache import has_cache
 from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to
 from lt_tiled.sequence_parallel.collectives import all_gather
@@ -127,7 +127,7 @@ class SharedBlock(SharedPart):
                 f"{self.name}, the first block, was called again before the last one, with the tokens of one rank: name"
                 " one module around the blocks in SequenceParallel(targets=...)."
             )
-        if caches_in(call.arguments):
+        if has_cache(call.arguments):
             inform(
                 f"{sharing.owner} fills a key-value cache, so each rank computes all tokens; pass use_cache=False to"
                 " share them",

@@ -56,8 +56,7 @@ def tile(
         compile=compile,
     )
     owner, method = _owner(target)
-    kind = type(owner).__name__ if owner is target else f"{type(owner).__name__}.{method}"
-    patch_tiled(Tileable(kind, owner, kind, method, named=True), policy, Engine(owner), None)
+    patch_tiled(Tileable("", owner, method, named=True), policy, Engine(owner), None)
     return target if owner is target else getattr(owner, method)
 
 

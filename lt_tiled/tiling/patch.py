@@ -362,7 +362,7 @@ class TiledPatch(Tiled, Patch):
         parts = dict(walk(module))
         for path in self.spec.below:
             if get_patch(part := parts[path], TiledPatch) is None:
-                below = Tileable.of_module(f"{self.name}.{path}", part, named=self.spec.requested)
+                below = Tileable(f"{self.name}.{path}", part, named=self.spec.requested)
                 patch_tiled(below, self.tiling, self.needs, self.owner)
 
 

@@ -181,7 +181,7 @@ def test_several_devices_are_refused() -> None:
     [
         (
             {"tiling": Tiling(targets="LlamaMLP")},
-            r"Tiling target 'LlamaMLP' matches no module of the TinyLM of LitTiny",
+            r"Tiling target 'LlamaMLP' matches no module of LitTiny",
         ),
         (
             {"activation_checkpointing": ActivationCheckpointing(offload="disk", directory="/not/there")},
