@@ -82,13 +82,6 @@ class Arguments:
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         return args, kwargs
 
-    def call(self, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-        """Call a function with other tensors in place of theirs."""
-        if self.plain:
-            return function(*tensors)
-        args, kwargs = self.call_with(tensors)
-        return function(*args, **kwargs)
-
     def refuse_gradients_inside(self, name: str) -> None:
         """Refuse tensors that want a gradient inside lists and dictionaries, because they would get none.
 
@@ -186,7 +179,10 @@ class TiledCall:
 
     def run(self, tile: Sequence[Tensor]) -> Any:
         """Run the function on the tensors of one tile."""
-        return self.arguments.call(self.function.run, tile)
+        if self.arguments.plain:
+            return self.function.run(*tile)
+        args, kwargs = self.arguments.call_with(tile)
+        return self.function.run(*args, **kwargs)
 
     def tiles(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         """Yield the tensors of each tile: its part of those that have a row for each token, and the others whole."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise, repeat
 from math import ceil, prod
 from typing import Any, Literal, TypeVar
@@ -125,7 +125,7 @@ class Tokens:
 
     lead: torch.Size
 
-    @property
+    @cached_property
     def count(self) -> int:
         """The number of tokens."""
         return prod(self.lead)
@@ -162,6 +162,9 @@ class Tokens:
         return [*found, *flat[first * size :].view(len(bounds) - first, *lead, last, *rest).unbind()]
 
 
+_LEAF = pytree.tree_structure(0)
+
+
 class Assembly:
     """Collects the tiles' outputs into tensors of the untiled shape, ``wholes``, that are allocated once.
 
@@ -183,10 +186,10 @@ class Assembly:
         Raises:
             NotPositionWiseError: If it is not per token, or its structure is not that of the first tile's.
         """
-        leaves, tree = pytree.tree_flatten(output)
+        leaves, tree = ([output], _LEAF) if isinstance(output, Tensor) else pytree.tree_flatten(output)
         if self.tree is None:
             self._allocate(leaves, tree)
-        if tree != self.tree:
+        if tree is not self.tree and tree != self.tree:
             raise self._changes()
         for tiles, leaf in zip(self._tiles, leaves, strict=True):
             if not isinstance(leaf, Tensor) or leaf.shape != tiles[index].shape:

@@ -109,6 +109,8 @@ class LeavesOut(NotesInput):
         super().__init__(linear)
         self._input: Tensor | None = None
         """The input of the projection in the tile that runs."""
+        self._outputs: dict[Any, _Unread] = {}
+        """What stands for its output, for tiles of each size."""
         self._sums, self._dtype = (weight, bias), dtype
         self._held = linear.weight if weight is None else weight.leaf
         self._bias = linear.bias if bias is None else bias.leaf
@@ -129,9 +131,12 @@ class LeavesOut(NotesInput):
             raise NotLeftOut
         self._input, self._version = input, input._version
         shape = (*input.shape[:-1], self._weight.shape[0])
-        output: _Unread = _NoValue.apply(shape, dtype, input, linear.weight, linear.bias)
-        self._output = output
-        return output
+        wants = input.requires_grad or any(total is not None for total in self._sums)
+        key = shape, wants
+        if key not in self._outputs:
+            self._outputs[key] = _NoValue.apply(shape, dtype, torch.empty(0, device=input.device, requires_grad=wants))
+        self._output = self._outputs[key]
+        return self._output
 
     def input_of(self, output: Any) -> Tensor:
         """Return the input of the projection in the tile that ran.
@@ -189,8 +194,8 @@ class _NoValue(torch.autograd.Function):
     """Gives a tensor without a value the node that the output of the projection has."""
 
     @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, input: Tensor, *weights: Tensor | None) -> Any:
-        return Tensor._make_wrapper_subclass(_Unread, shape, dtype=dtype, device=input.device)
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, edge: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(_Unread, shape, dtype=dtype, device=edge.device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +107,7 @@ class Precision:
         settings = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
         return cls(device.type, torch.get_default_dtype(), torch.is_autocast_cache_enabled(), settings)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype | None:
         """The dtype of autocast on the device where it is enabled."""
         return next((dtype for kind, enabled, dtype in self.settings if enabled and kind == self.kind), None)

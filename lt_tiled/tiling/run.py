@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward  # backward() checks shapes, which are right here
 from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.patch import without_compiler
@@ -294,13 +295,15 @@ class Recompute:
         count, accumulate = len(call.wants_grad), call.tiled.tiling.accumulate
         self.inputs, self.weights = saved[:count], saved[count:]
         self.sums = [GradientSum(weight, accumulate) for weight in self.weights]
+        self.leaves = [total.leaf for total in self.sums]
+        self.casts = call.precision.dtype is not None
         self.wholes: list[GradientSum | None] = []
         """Gradient sums of the inputs that each tile sees whole."""
         self.results: list[Tensor | None] = []
         """Gradients of the inputs of which each tile sees a part."""
         for tensor, wants, per_token in zip(self.inputs, call.wants_grad, call.per_token, strict=True):
             self.wholes.append(GradientSum(tensor, accumulate) if wants and not per_token else None)
-            self.results.append(tensor.new_empty(tensor.shape) if wants and per_token else None)
+            self.results.append(tensor.new_zeros(tensor.shape) if wants and per_token else None)
         self.last = NotesInput(trace.last)
         if leaves_out and trace.last is not None:
             self.last = self._leaves_out(trace.last)
@@ -325,11 +328,11 @@ class Recompute:
         Returns:
             A gradient for each input and each weight.
         """
-        call, leaves = self.call, [total.leaf for total in self.sums]
+        call = self.call
         # 1. As in the forward pass: random numbers, autocast and default dtype.
         with random_state_kept(call.device, self.trace.random), call.precision.context():
             # 2. Each tile runs again with a graph, and adds its gradients to the sums.
-            swapped = in_place(list(call.weights.values()), leaves)
+            swapped = in_place(list(call.weights.values()), self.leaves)
             mine = one_thread(call.function.parts, call.name)
             with torch.enable_grad(), hidden_from_offloaders(), mine, swapped, self.last.in_place():
                 self._run_tiles(given)
@@ -360,18 +363,17 @@ class Recompute:
         gradients = self.trace.assembly.gradients(given)
         rows = zip(call.tiles(self.inputs), gradients, zip(*into, strict=True), strict=True)
         for index, (tile, own, results) in each_tile(enumerate(rows)):
-            # The tile's graph begins at leaves of its own.
+            # The tile's graph begins at leaves of its own, whose gradients autograd adds to those of the whole.
             leaves: list[Tensor] = []
-            for tensor, wants, whole in zip(tile, call.wants_grad, self.wholes, strict=True):
-                leaves.append(tensor.detach().requires_grad_(wants) if whole is None else whole.leaf)
-            # On views: autocast would cache the cast of a leaf, and sum gradients in 16 bits.
-            output = call.run([leaf.view_as(leaf) for leaf in leaves])
+            for tensor, wants, whole, result in zip(tile, call.wants_grad, self.wholes, results, strict=True):
+                leaf = tensor.detach().requires_grad_(wants) if whole is None else whole.leaf
+                if result is not None:
+                    leaf.grad = result
+                leaves.append(leaf)
+            # On views, because autocast would cache the cast of a leaf, and sum gradients in 16 bits.
+            output = call.run([leaf.view_as(leaf) for leaf in leaves] if self.casts else leaves)
             self._note(output)
             self._differentiate(leaves_of(output), own, leaves, first=index == 0)
-            for leaf, result in zip(leaves, results, strict=True):
-                if result is not None:
-                    result.zero_() if leaf.grad is None else result.copy_(leaf.grad)
-                    leaf.grad = None  # not alive beside the next tile
 
     def _note(self, output: Any) -> None:
         """Note what a tile computed, as the forward pass did."""
@@ -382,7 +384,7 @@ class Recompute:
     def _differentiate(
         self, outputs: Sequence[Any], own: Sequence[Tensor | None], leaves: Sequence[Tensor], first: bool
     ) -> None:
-        """Compute the gradients of a tile: the sums take those of weights, and the leaves keep those of inputs."""
+        """Add the gradients of a tile to those of its leaves."""
         roots: list[Root] = []
         if isinstance(self.last, LeavesOut):
             roots += self.last.roots(own[0])
@@ -390,14 +392,13 @@ class Recompute:
             for output, gradient in zip(outputs, own, strict=True):
                 if gradient is not None and output.requires_grad:
                     roots.append((output, gradient))
-        targets = [leaf for leaf in leaves if leaf.requires_grad]
-        targets += [total.leaf for total in self.sums]
+        targets = (*[leaf for leaf in leaves if leaf.requires_grad], *self.leaves)
         if first:
             self._check_leaves(roots, targets)
         if roots and targets:
             ends, gradients = zip(*roots, strict=True)
             with self.call.precision.disabled():  # as the untiled backward pass
-                torch.autograd.backward(ends, gradients, inputs=targets)
+                _engine_run_backward(ends, gradients, False, False, targets, True, accumulate_grad=True)
 
     def _check_leaves(self, roots: Sequence[Root], targets: Sequence[Tensor]) -> None:
         """Refuse a graph that begins at other tensors, which would get no gradient."""
