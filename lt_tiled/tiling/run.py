@@ -387,22 +387,22 @@ class Recompute:
         """Add the gradients of a tile to those of its leaves."""
         roots: list[Root] = []
         if isinstance(self.last, LeavesOut):
-            roots += self.last.roots(own[0])
+            roots = self.last.roots(own[0])
         else:
             for output, gradient in zip(outputs, own, strict=True):
                 if gradient is not None and output.requires_grad:
                     roots.append((output, gradient))
-        targets = (*[leaf for leaf in leaves if leaf.requires_grad], *self.leaves)
+        if not roots:
+            return
         if first:
-            self._check_leaves(roots, targets)
-        if roots and targets:
-            ends, gradients = zip(*roots, strict=True)
-            with self.call.precision.disabled():  # as the untiled backward pass
-                _engine_run_backward(ends, gradients, False, False, targets, True, accumulate_grad=True)
+            self._check_leaves(roots, leaves)
+        ends, gradients = zip(*roots, strict=True)
+        with self.call.precision.disabled():  # as the untiled backward pass
+            _engine_run_backward(ends, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
-    def _check_leaves(self, roots: Sequence[Root], targets: Sequence[Tensor]) -> None:
-        """Refuse a graph that begins at other tensors, which would get no gradient."""
-        known = {id(target) for target in targets}
+    def _check_leaves(self, roots: Sequence[Root], leaves: Sequence[Tensor]) -> None:
+        """Refuse a graph that begins at other tensors, whose engine would see the gradient of each tile."""
+        known = {id(leaf) for leaf in (*leaves, *self.leaves)}
         for part in self.call.function.parts:
             known.update(map(id, part._parameters.values()))
             known.update(map(id, part._buffers.values()))
