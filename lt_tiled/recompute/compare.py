@@ -45,9 +45,10 @@ def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:
     """Return the products of at most so many rows of ``[..., width]`` with random signs, in float32 or float64."""
     flat = tensor.detach().reshape(-1, tensor.shape[-1])  # [tokens, width]
-    step = -(-len(flat) // rows)
+    count = flat.shape[0]
+    step = -(-count // rows)
     if step > 1:
-        flat = flat[(len(flat) - 1) % step :: step]  # the last token is among them
+        flat = flat[(count - 1) % step :: step]  # the last token is among them
     if flat.dtype != torch.float64:
         flat = flat.float()
     return torch.mv(flat, _signs(flat.shape[-1], flat.dtype, tensor.device))  # [rows]

@@ -114,20 +114,21 @@ class LeavesOut(NotesInput):
         self._sums, self._dtype = (weight, bias), dtype
         self._held = linear.weight if weight is None else weight.leaf
         self._bias = linear.bias if bias is None else bias.leaf
-        held = self._held.detach().conj()
+        held = self._held.detach()
+        self._is_wrapped = is_traceable_wrapper_subclass(held)
         self._weight = held if dtype is None else held.to(dtype)
 
     def _forward(self, input: Tensor) -> Tensor:
-        dtype, linear = self._dtype or input.dtype, self.linear
-        wrapped = any(map(is_traceable_wrapper_subclass, (input, self._weight)))
+        dtype, kind = self._dtype or input.dtype, input.device.type
         # The module's own code may turn autocast off, and autocast leaves float64 as it is.
-        autocast = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else None
-        if self._input is not None or wrapped or autocast != self._dtype or self._weight.dtype != dtype:
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if autocast != self._dtype or self._weight.dtype != dtype or input.dtype == torch.float64 != dtype:
             raise NotLeftOut
-        # The module's own code may have put another weight in its place, by functional_call.
-        if linear.weight is not self._held or linear.bias is not self._bias:
+        # It may run the projection twice, or have put other weights in their places, by functional_call.
+        linear = self.linear
+        if self._input is not None or linear.weight is not self._held or linear.bias is not self._bias:
             raise NotLeftOut
-        if input.dtype == torch.float64 != dtype:
+        if dtype.is_complex or self._is_wrapped or is_traceable_wrapper_subclass(input):
             raise NotLeftOut
         self._input, self._version = input, input._version
         shape = (*input.shape[:-1], self._weight.shape[0])
@@ -165,7 +166,7 @@ class LeavesOut(NotesInput):
             return []
         rows, (weight, bias) = gradient.flatten(0, -2), self._sums  # [t, out]
         if weight is not None:
-            flat = input.detach().conj().flatten(0, -2)  # [t, in]
+            flat = input.detach().flatten(0, -2)  # [t, in]
             weight.add_product(rows.t(), flat if self._dtype is None else flat.to(self._dtype))
         if bias is not None:
             bias.add(rows.sum(0))
