@@ -44,7 +44,8 @@ def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:
     """Return the products of at most so many rows of ``[..., width]`` with random signs, in float32 or float64."""
-    flat = tensor.detach().reshape(-1, tensor.shape[-1])  # [tokens, width]
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    flat = flat if flat.dim() == 2 else flat.reshape(-1, flat.shape[-1])  # [tokens, width]
     count = flat.shape[0]
     step = -(-count // rows)
     if step > 1:

@@ -109,6 +109,8 @@ class LeavesOut(NotesInput):
         super().__init__(linear)
         self._input: Tensor | None = None
         """The input of the projection in the tile that runs."""
+        self._rows: Tensor | None = None
+        """That input, flat and without a graph, when the tile ran."""
         self._outputs: dict[Any, _Unread] = {}
         """What stands for its output, for tiles of each size."""
         self._sums, self._dtype = (weight, bias), dtype
@@ -140,7 +142,7 @@ class LeavesOut(NotesInput):
         return self._output
 
     def input_of(self, output: Any) -> Tensor:
-        """Return the input of the projection in the tile that ran.
+        """Return the input of the projection in the tile that ran, ``[t, in]``, without a graph.
 
         Raises:
             NotLeftOut: If the tile returned something else than its output, or may have read that.
@@ -153,7 +155,8 @@ class LeavesOut(NotesInput):
             for hook in self._output._backward_hooks.values():
                 if not is_of(hook, ("torch.",)):
                     raise NotLeftOut
-        return input
+        self._rows = input.detach().flatten(0, -2)
+        return self._rows
 
     def roots(self, gradient: Tensor | None) -> list[Root]:
         """Add the gradients of weight and bias to their sums, given that of the output ``[..., out]``.
@@ -162,11 +165,11 @@ class LeavesOut(NotesInput):
             Where the rest of the tile's graph ends, with its gradient.
         """
         input, self._input = self._input, None
-        if gradient is None or input is None:
+        flat, self._rows = self._rows, None  # [t, in]
+        if gradient is None or input is None or flat is None:
             return []
         rows, (weight, bias) = gradient.flatten(0, -2), self._sums  # [t, out]
         if weight is not None:
-            flat = input.detach().flatten(0, -2)  # [t, in]
             weight.add_product(rows.t(), flat if self._dtype is None else flat.to(self._dtype))
         if bias is not None:
             bias.add(rows.sum(0))
