@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward  # backward() checks shapes, which are right here
 from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.patch import without_compiler
@@ -50,6 +49,7 @@ from lt_tiled.tiling.recompute import (
 from lt_tiled.tiling.state import Plan
 from lt_tiled.tiling.weights import GradientSum, in_place, one_thread, wants_zeros, weights_of
 
+_ENGINE: Any = torch.autograd.Variable._execution_engine
 Edges = Sequence[Tensor]
 """The outputs of an anchor: a call's inputs, then its weights."""
 Through = Mapping[Tensor, Tensor]
@@ -296,7 +296,7 @@ class Recompute:
         self.inputs, self.weights = saved[:count], saved[count:]
         self.sums = [GradientSum(weight, accumulate) for weight in self.weights]
         self.leaves = [total.leaf for total in self.sums]
-        self.casts = call.precision.dtype is not None
+        self.casts, self.uncast = call.precision.dtype is not None, call.precision.disabled()
         self.wholes: list[GradientSum | None] = []
         """Gradient sums of the inputs that each tile sees whole."""
         self.results: list[Tensor | None] = []
@@ -397,8 +397,9 @@ class Recompute:
         if first:
             self._check_leaves(roots, leaves)
         ends, gradients = zip(*roots, strict=True)
-        with self.call.precision.disabled():  # as the untiled backward pass
-            _engine_run_backward(ends, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        with self.uncast:  # as the untiled backward pass
+            # What torch.autograd.backward calls. That checks shapes first, which are right here.
+            _ENGINE.run_backward(ends, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def _check_leaves(self, roots: Sequence[Root], leaves: Sequence[Tensor]) -> None:
         """Refuse a graph that begins at other tensors, whose engine would see the gradient of each tile."""

@@ -108,20 +108,15 @@ def others_of_a_tile(module: Callable[[], nn.Module]) -> float:
 
 
 def test_calls_of_a_tile() -> None:
-    """One tile more of a gated MLP is at most 23 calls of lt_tiled's functions, forward and backward."""
-    assert 0 < per_tile(calls, GatedMLP) <= 23
-
-
-def test_calls_of_an_operation() -> None:
-    """One operation more of a tile is at most one call of lt_tiled's functions; hooks on saved tensors would be
-    more.
+    """One tile more of a gated MLP is at most 16 calls of lt_tiled's functions, forward and backward, however many
+    operations the tile has.
     """
-    assert per_tile(calls, many_operations) - per_tile(calls, GatedMLP) <= 8
+    assert 0 < per_tile(calls, many_operations) == per_tile(calls, GatedMLP) <= 16
 
 
 def test_operations_of_a_tile() -> None:
-    """One tile more is at least eight of torch's operations fewer than two forwards and a backward of the module."""
-    assert others_of_a_tile(many_operations) == others_of_a_tile(GatedMLP) <= -8
+    """One tile more is at least four of torch's operations fewer than two forwards and a backward of the module."""
+    assert others_of_a_tile(many_operations) == others_of_a_tile(GatedMLP) <= -4
 
 
 def test_nothing_refers_to_itself() -> None:
