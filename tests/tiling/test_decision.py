@@ -93,8 +93,7 @@ def test_what_follows(reason: str, requested: bool, ranks: int, caplog: pytest.L
     expected = if_requested if requested else if_found
     module, x = build(), randn(*shape)
     true = gradients(module, x)
-    name = type(module).__name__
-    patch = patch_tiled(Tileable(name, module, name, "forward", named=requested), Tiling(4), EngineNeeds(), None)
+    patch = patch_tiled(Tileable("", module, named=requested), Tiling(4), EngineNeeds(), None)
     if expected == "raises":
         with pytest.raises(NotPositionWiseError):
             module(x)
