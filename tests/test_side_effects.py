@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import ActivationCheckpointing, prepare
-from lt_tiled.tiling.observe import Observation, Substituted
+from lt_tiled.tiling.observe import Observation
+from lt_tiled.tiling.recompute import Substituted
 from tests.models import H
 from tests.parity import randn
 from tests.processes import LIMIT

@@ -26,7 +26,7 @@ one if every place in it still holds the same objects, and it holds no tensor th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -35,11 +35,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lt_tiled.tiling.places import GeneratorState, changed, is_equal, same_memory, storage_of
 from lt_tiled.tiling.reach import SMALL, HeldTensor, Reachable, global_generators
-from lt_tiled.tiling.recompute import version_of
+from lt_tiled.tiling.recompute import Substituted, version_of
 
 
 @dataclass
@@ -92,48 +91,6 @@ def _without_function_modes(function: Callable[Parameters, Result]) -> Callable[
             return function(*args, **kwargs)
 
     return run
-
-
-class Substituted(TorchFunctionMode):
-    """Lets torch's functions see other tensors in place of some, on this thread alone.
-
-    Args:
-        pairs: Each tensor and what is to be seen in its place.
-    """
-
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        super().__init__()
-        self._pairs = list(pairs)  # whose tensors keep their ids
-        self._instead_of = {id(tensor): instead for tensor, instead in self._pairs}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known: Any = self._instead_of
-        instead: Any = None
-        for value in (*args, *kwargs.values()) if kwargs else args:  # without calls: each operation comes here
-            if type(value) is list or type(value) is tuple:
-                instead = self._instead
-                break
-            if id(value) in known:
-                instead = known.get
-        if instead is not None:
-            args = map(instead, map(id, args), args)
-            if kwargs:
-                values = kwargs.values()
-                kwargs = dict(zip(kwargs, map(instead, map(id, values), values), strict=True))
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-    def __len__(self) -> int:
-        return len(self._instead_of)
-
-    def end(self) -> None:
-        """Substitute nothing any more: Ctrl-C in the moment when torch leaves the mode would leave it on."""
-        self._instead_of = {}
-
-    def _instead(self, key: int, value: Any) -> Any:
-        """Return what is seen in place of a value with this id, or of the entries of a list or a tuple."""
-        if type(value) is list or type(value) is tuple:
-            return type(value)(map(self._instead, map(id, value), value))
-        return self._instead_of.get(key, value)
 
 
 class Observation:

@@ -7,23 +7,24 @@ elements of what it computed, and its recompute is refused if more than a few of
 few may differ, because a kernel that sums in any order can send a token to another expert.
 
 A block's elements are those of the tensors that its graph saves, and torch's checkpoint compares them as it compares
-shapes and dtypes. For a tiled call the output of the first tile is compared; the backward pass computes it once more
-for that. It is skipped if its inputs differ, for which it is not to blame.
-Comparing takes time and waits for the device. So it is done where the same code ran several times before a recompute,
-which is when others change what it reads, and else in calls that get rarer, because all steps are mostly alike.
+shapes and dtypes. Comparing takes time and waits for the device. So it is done where the same code ran several times
+before a recompute, which is when others change what it reads, and else in calls that get rarer, because all steps are
+mostly alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from lt_tiled._log import inform
@@ -251,3 +252,45 @@ def other_values(name: str, what: str, remedy: str) -> RuntimeError:
         f" reads changed between the two. Make the change after the backward pass, such as the optimizer's step, or"
         f" {remedy}."
     )
+
+
+class Substituted(TorchFunctionMode):
+    """Lets torch's functions see other tensors in place of some, on this thread alone.
+
+    Args:
+        pairs: Each tensor and what is to be seen in its place.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self._pairs = list(pairs)  # whose tensors keep their ids
+        self._instead_of = {id(tensor): instead for tensor, instead in self._pairs}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known: Any = self._instead_of
+        instead: Any = None
+        for value in (*args, *kwargs.values()) if kwargs else args:  # without calls: each operation comes here
+            if type(value) is list or type(value) is tuple:
+                instead = self._instead
+                break
+            if id(value) in known:
+                instead = known.get
+        if instead is not None:
+            args = map(instead, map(id, args), args)
+            if kwargs:
+                values = kwargs.values()
+                kwargs = dict(zip(kwargs, map(instead, map(id, values), values), strict=True))
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def __len__(self) -> int:
+        return len(self._instead_of)
+
+    def end(self) -> None:
+        """Substitute nothing any more: Ctrl-C in the moment when torch leaves the mode would leave it on."""
+        self._instead_of = {}
+
+    def _instead(self, key: int, value: Any) -> Any:
+        """Return what is seen in place of a value with this id, or of the entries of a list or a tuple."""
+        if type(value) is list or type(value) is tuple:
+            return type(value)(map(self._instead, map(id, value), value))
+        return self._instead_of.get(key, value)
