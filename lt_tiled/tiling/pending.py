@@ -58,6 +58,13 @@ class Deferred(Tensor):
         """Return the plain tensor without a graph, for code below autograd."""
         raise AssertionError
 
+    def _refuse_if_value_changed(self) -> None:
+        if self._value is not None and self._value._version != self._version_of_value:
+            raise RuntimeError(
+                f"{self.call.name}: its output was changed in place and then read without gradients, or by a custom"
+                " autograd Function, whose gradient would miss the change. Make the change out of place."
+            )
+
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a function that needs no value, else ``NotImplemented``."""
         return NotImplemented
@@ -89,7 +96,7 @@ def _getter(name: str) -> Any:
 _METADATA = {_getter(name) for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")}
 _METADATA |= {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.stride}
 _METADATA |= {Tensor.is_floating_point, Tensor.__len__}
-_OF_THE_GRAPH = {_getter(name) for name in ("grad_fn", "is_leaf", "grad")} | {Tensor.register_hook, Tensor.retain_grad}
+_OF_THE_GRAPH = {_getter(name) for name in ("grad_fn", "is_leaf")}
 
 
 def values(tree: Any, because: str = "") -> Any:
@@ -130,12 +137,10 @@ class Pending(Deferred):
     edges: Edges
     group: Any
     """Who may run it in its tiles."""
-    joined_by_next = False
+    is_joined = False
     """Whether what follows runs it in its tiles."""
     _data: Tensor | None
     _value: Tensor | None
-    _node: Any
-    """Of the value, as long as nothing changed it in place."""
 
     @classmethod
     def of(cls, call: TiledCall, inputs: Sequence[Tensor], through: Through, group: Any, output: Output) -> Pending:
@@ -161,39 +166,39 @@ class Pending(Deferred):
                 " Make the change out of place, use the output before, or remove the module from Tiling(targets=...)."
             )
 
-    def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer what is asked of the graph from this tensor's own place in it, where all of its gradient arrives."""
-        if func not in _OF_THE_GRAPH or self._is_changed():
-            return NotImplemented
-        # Hooks of torch follow modules, as for FlopCounterMode. Those of users must see a gradient.
-        if func is Tensor.retain_grad or (func is Tensor.register_hook and not is_of(args[1], ("torch.",))):
-            if self.joined_by_next:
-                raise RuntimeError(
-                    f"{self.call.name}: its output went into the tiles of what follows, so there is no gradient of it."
-                    " Ask for it before that runs, or remove the module from Tiling(targets=...)."
-                )
-            self.data_value()
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-
-    def _is_changed(self) -> bool:
-        return self._value is not None and self._value.grad_fn is not self._node
-
-    def value(self, because: str = "") -> Tensor:
-        """Run the call, once, and return its output with its graph."""
-        if self._value is None:
-            with torch.inference_mode(False), torch.enable_grad():
-                self._value = _Value.apply(self)
-            self.has_value, self._node = True, self._value.grad_fn
-        elif self._is_changed() and not torch.is_grad_enabled():
+    def _refuse_if_value_changed(self) -> None:
+        if self._value is not None and self._value._version != self._version_of_value:
             raise RuntimeError(
                 f"{self.call.name}: its output was changed in place and then read without gradients, or by a custom"
                 " autograd Function, whose gradient would miss the change. Make the change out of place."
             )
+
+    def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let torch's own hooks, which follow modules as for FlopCounterMode, see this tensor's place in the graph."""
+        follows = func in _OF_THE_GRAPH or (func is Tensor.register_hook and is_of(args[1], ("torch.",)))
+        if self._value is not None or not follows:
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def value(self, because: str = "") -> Tensor:
+        """Run the call, once, and return its output with its graph."""
+        if self.is_joined and because in ("register_hook", "retain_grad"):
+            raise RuntimeError(
+                f"{self.call.name}: its output went into the tiles of what follows, so there is no gradient of it. Ask"
+                " for it before that runs, or remove the module from Tiling(targets=...)."
+            )
+        if self._value is None:
+            with torch.inference_mode(False), torch.enable_grad():
+                self._value = _Value.apply(self)
+            self.has_value, self._version_of_value = True, self._value._version
+        elif not torch.is_grad_enabled():
+            self._refuse_if_value_changed()
         return self._value
 
     def data_value(self) -> Tensor:
         """Run the call, once, and return its output without a graph."""
+        self._refuse_if_value_changed()
         if self._data is None:
             self._refuse_if_changed()
             self._data, self.inputs = run_now(self.call, self.inputs, self.box), []
@@ -207,7 +212,7 @@ class Pending(Deferred):
     def followed_by(self, function: TileFunction, args: tuple[Any, ...]) -> tuple[TileFunction, tuple[Any, ...]]:
         """Return what runs this and then a function on its output, and the arguments for both."""
         self._refuse_if_changed()
-        self.joined_by_next = True
+        self.is_joined = True
         own = self.edges[: len(self.inputs)]
         return function.after(self.call.function, len(own)), (*own, *args[1:])
 

