@@ -130,7 +130,8 @@ class LeavesOut(NotesInput):
         linear = self.linear
         if self._input is not None or linear.weight is not self._held or linear.bias is not self._bias:
             raise NotLeftOut
-        if dtype.is_complex or self._is_wrapped or is_traceable_wrapper_subclass(input):
+        wrapped = is_traceable_wrapper_subclass(input)
+        if dtype.is_complex or self._is_wrapped or wrapped:
             raise NotLeftOut
         self._input, self._version = input, input._version
         shape = (*input.shape[:-1], self._weight.shape[0])
