@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.engines.cells import ENGINES, draw, launch, set_up, step_on
+from lt_tiled import Tiling, prepare, tile
+from tests.engines.cells import ENGINES, draw, error_of, launch, set_up, step_on, whole_weights, wrapped
 from tests.engines.conftest import OnRanks
 from tests.models import GatedMLP, H, PythonNorm
-from tests.parity import SPREADS, spread_of
+from tests.parity import SPREADS, errors, spread_of
+from tests.world import World
 
 LENGTHS = {"4096 and 512": (4096, 512), "1 and 4096": (1, 4096), "4096 and 0": (4096, 0)}
 
@@ -46,6 +50,7 @@ class Layers(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(32, H), nn.Linear(H, 32)
         self.blocks = nn.ModuleList(Layer() for _ in range(2))
+        self.early: list[Tensor] = []
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -102,3 +107,114 @@ def test_the_order_of_the_gradients(engine: str, on_ranks: OnRanks) -> None:
         first, second = (orders for _, orders in on_ranks(train, engine, lengths, True))
         assert first == second == [first[0]] * 3
         assert len(first[0]) == len(set(first[0])) == 25
+
+
+class Mixing(GatedMLP):
+    """Subtracts half of the mean over all tokens, which the self-check sees from two tokens on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - 0.5 * x.mean(-2, keepdim=True))
+
+
+def prepared(net: Layers) -> None:
+    prepare(net, tiling=Tiling(4))
+
+
+def tiled(net: Layers) -> None:
+    for block in net.blocks:
+        tile(block.mlp, 4)
+
+
+def hooked(net: Layers) -> None:
+    """Watch modules on rank 0 alone, as W&B does."""
+    if dist.get_rank() == 0:
+        net.blocks[0].mlp.up.register_forward_hook(lambda *_: None)
+        net.blocks[1].pre_mlp_norm.register_forward_hook(lambda *_: None)
+
+
+def loses_early(net: Layers) -> None:
+    """Take a loss from the embedding on rank 0 alone, whose nodes wait until the end of the backward pass."""
+    for block in net.blocks:
+        block.mlp = GatedMLP(bias=True)
+    if dist.get_rank() == 0:
+        net.embed.register_forward_hook(lambda _, args, output: net.early.append(output.square().mean()))
+
+
+def mixing(net: Layers) -> None:
+    for block in net.blocks:
+        block.mlp = Mixing()
+
+
+DECISIONS: dict[str, tuple[list[Any], tuple[int, int]]] = {
+    # what is done to the model, and the tokens of each rank
+    "lengths": ([tiled], (48, 3)),
+    "lengths, with norms": ([prepared], (48, 3)),
+    "one token": ([prepared], (48, 1)),
+    "a hook": ([hooked, tiled], (48, 48)),
+    "a hook, with norms": ([hooked, prepared], (48, 48)),
+    "an early loss": ([loses_early, prepared], (48, 3)),
+    "a self-check that fails": ([mixing, prepared], (48, 1)),
+}
+
+
+def one_step(stage: str, decision: str, tiles: bool) -> dict[str, Tensor]:
+    """The weights after a step in which ranks run modules in different ways."""
+    changes, lengths = DECISIONS[decision]
+    torch.manual_seed(0)
+    net = Layers()
+    for change in changes:
+        if tiles or change not in (tiled, prepared):
+            change(net)
+    model, backward, step = wrapped(stage, net)
+    ids = draw((1, lengths[dist.get_rank()]), dist.get_rank())
+    loss = model(ids).square().mean()
+    backward(loss + sum(net.early))
+    step()
+    return whole_weights(model, net)
+
+
+@pytest.mark.self_checks
+@pytest.mark.table("zero2-.*")
+@pytest.mark.parametrize("decision", DECISIONS)
+@pytest.mark.parametrize("stage", ["zero1", "zero2"])
+def test_what_one_rank_decides(stage: str, decision: str, on_ranks: OnRanks) -> None:
+    """Under DeepSpeed without a strategy, a step is the untiled one whatever each rank's own input, hooks and
+    self-checks decide.
+    """
+    untiled, found = (on_ranks(one_step, stage, decision, tiles) for tiles in (False, True))
+    for true, weights in zip(untiled, found, strict=True):
+        assert max(errors(weights, true).values()) < 1e-5
+
+
+class Communicates(GatedMLP):
+    """Scales tokens by a number that all ranks exchange in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.gate.weight.detach().mean() * (1 + dist.get_rank())
+        dist.all_reduce(scale)
+        return super().forward(x) * (1 + scale)
+
+
+def communicating(named: bool | None) -> tuple[dict[str, Tensor], str]:
+    """The gradients of a step on 48 and 20 tokens, 3 and 2 tiles, and the error of a module that a user named."""
+    torch.manual_seed(0)
+    net = Layers()
+    for block in net.blocks:
+        block.mlp = Communicates()
+        if named:
+            tile(block.mlp, tile_tokens=16)
+    if named is False:
+        prepare(net, tiling=Tiling(tile_tokens=16))
+    ids = draw((1, (48, 20)[dist.get_rank()]), dist.get_rank())
+    _, said = error_of(lambda: net(ids).square().mean().backward())
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}, said
+
+
+@pytest.mark.self_checks
+def test_what_communicates_stays_untiled(world: World) -> None:
+    """A module in which ranks exchange something runs untiled, or is refused where a user named it, and none waits."""
+    untiled, prepared_alone, named = (world(communicating, each) for each in (None, False, True))
+    for (true, _), (found, _), (_, said) in zip(untiled, prepared_alone, named, strict=True):
+        assert found.keys() == true.keys() != set()
+        assert max(errors(found, true).values()) < 1e-5
+        assert "communicates with other ranks in its forward" in said

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lt_tiled import Tiling, prepare
+from lt_tiled import Tiling, prepare, tile
 from lt_tiled.modules.patch import Patch, get_patches
 from tests.engines.cells import ENGINES, draw, error_of, wrapped
 from tests.engines.conftest import OnRanks
@@ -69,6 +70,24 @@ def refused_after() -> tuple[str, str]:
 def test_prepared_after_zero3(deepspeed_world: World) -> None:
     """A model that ZeRO-3 wraps already is refused, with the remedy."""
     for kind, text in deepspeed_world(refused_after):
+        assert kind == "ValueError"
+        assert "call prepare before deepspeed.initialize" in text
+
+
+def refused_alone(after: bool) -> tuple[str, str]:
+    net = TinyLM()
+    wrap = partial(wrapped, "zero3", net)
+    model = wrap()[0] if after else net
+    for block in net.blocks:
+        tile(block.mlp)
+    model = model if after else wrap()[0]
+    return error_of(lambda: model(draw((2, 24), 0)))
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_tile_under_zero3(after: bool, deepspeed_world: World) -> None:
+    """Modules that ``tile`` was given alone are refused under ZeRO-3, in one sentence with the remedy."""
+    for kind, text in deepspeed_world(refused_alone, after):
         assert kind == "ValueError"
         assert "call prepare before deepspeed.initialize" in text
 
