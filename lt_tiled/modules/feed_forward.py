@@ -91,9 +91,7 @@ def find_feed_forwards(block: nn.Module, path: str) -> Iterator[Tileable]:
 
 def is_mlp(module: nn.Module) -> bool:
     """Whether a module is a mixture of experts, or projections in it lead to a larger size and back."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return False
-    if any(mixes_tokens(path.rpartition(".")[2], m) for path, m in walk(module)):
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) or has_mixer(module):
         return False
     return "experts" in module._modules or mlp_widths(module) is not None
 
@@ -117,6 +115,11 @@ def mixes_tokens(name: str, module: nn.Module) -> bool:
     label = f"{name} {type(module).__name__}".lower()
     # A layer with attention, such as Zamba 2's AttentionDecoderLayer, also has an MLP.
     return ("attn" in label or "attention" in label) and not label.endswith("coderlayer")
+
+
+def has_mixer(module: nn.Module) -> bool:
+    """Whether something inside of a module mixes tokens."""
+    return any(mixes_tokens(path.rpartition(".")[2], part) for path, part in walk(module))
 
 
 def cannot_be_tiled(part: nn.Module) -> str | None:
@@ -145,14 +148,26 @@ def norms_next_to_mlp(block: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[nn
 
     A guess that only costs a recompute of the norm where it is wrong: what the block does with an output decides.
     """
-    children = children_of(block)
-    norms = [(name, m) for name, m in children if is_norm(m)]
-    after = tuple(m for name, m in norms if _AFTER.search(name))
-    before = tuple(m for name, m in norms if _BEFORE.search(name) and m not in after)
-    if not before and len(norms) > len(after) + 1:
-        before = tuple(m for name, m in norms if _SECOND.search(name) and m not in after)[-1:]
-    # A LayerScale's gradient reads the MLP's output, as that of a norm does. The first one stands after attention.
-    return before, after + tuple(m for _, m in children if "LayerScale" in type(m).__name__)[-1:]
+    before: list[nn.Module] = []
+    second: list[nn.Module] = []
+    after: list[nn.Module] = []
+    scale: list[nn.Module] = []
+    norms = 0
+    for name, child in children_of(block):
+        if is_norm(child):
+            norms += 1
+            if _AFTER.search(name):
+                after.append(child)
+            elif _BEFORE.search(name):
+                before.append(child)
+            elif _SECOND.search(name):
+                second = [child]
+        elif "LayerScale" in type(child).__name__:
+            # Its gradient reads the MLP's output, as that of a norm does. The first one stands after attention.
+            scale = [child]
+    if not before and norms > len(after) + 1:
+        before = second
+    return tuple(before), (*after, *scale)
 
 
 # How large it is
@@ -189,16 +204,16 @@ class MLPSizes:
 
 def find_sizes(*modules: nn.Module) -> MLPSizes | None:
     """Return the sizes of a mixture of experts or an MLP, or ``None`` where its weights do not show them."""
-    top_k = 0
-    for part in (part for module in modules for _, part in walk_all(module)):
-        config = getattr(part, "config", None)  # its own top_k is another one
-        for number in (getattr(part, "top_k", None), getattr(config, "num_experts_per_tok", None)):
-            top_k = top_k or (number if isinstance(number, int) else 0)
     matrices: list[Sequence[int]] = []
-    summed = used = 0
-    for weight, experts in (row for module in modules for row in _weights(module)):
-        shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 leaves an empty tensor in its place
-        experts = shape[0] if len(shape) == 3 else experts
+    weights: list[tuple[nn.Parameter, Sequence[int], int]] = []
+    top_k = summed = used = 0
+    for module in modules:
+        weights += _weights(module)
+        for _, part in walk_all(module):
+            config = getattr(part, "config", None)  # its own top_k is another one
+            for number in (getattr(part, "top_k", None), getattr(config, "num_experts_per_tok", None)):
+                top_k = top_k or (number if isinstance(number, int) else 0)
+    for weight, shape, experts in weights:
         if experts > 1 and len(shape) > 1:
             matrices.append(shape[-2:])
         summed += prod(shape) * weight.requires_grad
@@ -213,18 +228,21 @@ def find_sizes(*modules: nn.Module) -> MLPSizes | None:
     return MLPSizes(hidden, max(1, used // (3 * hidden)), summed, used)
 
 
-def _weights(module: nn.Module, experts: int = 1) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yield each weight, with the number of experts in the list that it is of, else 1."""
+def _weights(module: nn.Module, experts: int = 1) -> Iterator[tuple[nn.Parameter, Sequence[int], int]]:
+    """Yield each weight, its shape, and the number of experts that it is of, or that are in its list; else 1."""
     for weight in module._parameters.values():
         if weight is not None:
-            yield weight, experts
+            shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 leaves an empty tensor in its place
+            yield weight, shape, shape[0] if len(shape) == 3 else experts
     for name, child in children_of(module):
         yield from _weights(child, len(child) if name == "experts" and isinstance(child, nn.ModuleList) else experts)
 
 
 def mlp_widths(*modules: nn.Module) -> tuple[int, int] | None:
     """Return ``(hidden_size, intermediate_size)``, if projections lead from one to the other and back."""
-    sizes = {(inputs, outputs) for module in modules for _, inputs, outputs in projections(module)}
+    sizes: set[tuple[int, int]] = set()
+    for module in modules:
+        sizes.update((inputs, outputs) for _, inputs, outputs in projections(module))
     for inner, hidden in sizes:
         # A projection to twice the size is gate and up in one.
         if inner > hidden and ((hidden, inner) in sizes or (hidden, 2 * inner) in sizes):

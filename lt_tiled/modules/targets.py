@@ -61,7 +61,9 @@ def _methods(model: nn.Module, target: str) -> list[Tileable]:
 def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileable]:
     """Return the blocks' MLPs and what else is named, without what is inside of something else."""
     blocks = find_blocks(model) or [("", model)]
-    mlps = [mlp for path, block in blocks for mlp in find_feed_forwards(block, path)]
+    mlps: list[Tileable] = []
+    for path, block in blocks:
+        mlps += find_feed_forwards(block, path)
     if not mlps:
         raise NothingFoundError(
             f"Tiling found no MLP in {type(model).__name__} (a child of a block with linear layers from hidden_size to"
@@ -97,8 +99,10 @@ def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
     blocks: dict[nn.Module, nn.Module] = {}
     for _, block in find_blocks(model):
         _, after = norms_next_to_mlp(block)
-        norms = [m for _, m in children_of(block) if is_norm(m) and m not in after]
-        blocks.update((norm, block) for norm in norms[:1])
+        for _, child in children_of(block):
+            if is_norm(child) and child not in after:
+                blocks[child] = block
+                break
     tileable_norms: list[Tileable] = []
     for path, m in walk(model):
         if is_norm(m) and not any(m.children()) and m not in taken and not is_one_kernel(m):
