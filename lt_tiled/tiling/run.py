@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.patch import without_compiler
@@ -49,7 +50,6 @@ from lt_tiled.tiling.recompute import (
 from lt_tiled.tiling.state import Plan
 from lt_tiled.tiling.weights import GradientSum, in_place, one_thread, wants_zeros, weights_of
 
-_ENGINE: Any = torch.autograd.Variable._execution_engine
 Edges = Sequence[Tensor]
 """The outputs of an anchor: a call's inputs, then its weights."""
 Through = Mapping[Tensor, Tensor]
@@ -399,7 +399,7 @@ class Recompute:
         ends, gradients = zip(*roots, strict=True)
         with self.uncast:  # as the untiled backward pass
             # What torch.autograd.backward calls. That checks shapes first, which are right here.
-            _ENGINE.run_backward(ends, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            _engine_run_backward(ends, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
     def _check_leaves(self, roots: Sequence[Root], leaves: Sequence[Tensor]) -> None:
         """Refuse a graph that begins at other tensors, whose engine would see the gradient of each tile."""
