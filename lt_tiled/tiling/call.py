@@ -163,7 +163,7 @@ class TiledCall:
         # Auxiliary losses are computed in training only, a batch of one row does not show what mixes rows, and frozen
         # weights or arguments not what their gradients show.
         training = [part.training for part in self.function.parts].count(True)
-        several = tuple(size > 1 for size in self.tokens.lead)
+        several = tuple([size > 1 for size in self.tokens.lead])
         wants = (*self.wants_grad, torch.is_grad_enabled(), len(self.weights))
         return self.function.key, training, several, wants, self.precision
 

@@ -280,9 +280,10 @@ class TiledPatch(Tiled, Patch):
             if has_users_hook(part):
                 return Untiled("hook", type(part).__name__)
         inputs, arguments = split_arguments(args, kwargs)
-        hidden = next((t for t in inputs if t.is_floating_point() and t.dim() > 1), None)
-        if hidden is None or hidden.is_nested or hasattr(hidden, "placements"):  # a DTensor
+        floating = [t for t in inputs if t.is_floating_point() and t.dim() > 1]
+        if not floating or floating[0].is_nested or hasattr(floating[0], "placements"):  # a DTensor
             return Untiled("inputs")
+        hidden = floating[0]
         tokens = Tokens(hidden.shape[:-1])
         bounds = tile_bounds(self.tiling, tokens.count, hidden.shape[-1], self.spec.sizes)
         try:

@@ -104,14 +104,19 @@ class Precision:
     @classmethod
     def now(cls, device: torch.device) -> Precision:
         """Return the current settings."""
-        kinds = [kind for kind in dict.fromkeys((device.type, "cpu")) if torch.amp.is_autocast_available(kind)]
-        settings = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-        return cls(device.type, torch.get_default_dtype(), torch.is_autocast_cache_enabled(), settings)
+        settings: list[tuple[str, bool, torch.dtype]] = []
+        for kind in dict.fromkeys((device.type, "cpu")):
+            if torch.amp.is_autocast_available(kind):
+                settings.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+        return cls(device.type, torch.get_default_dtype(), torch.is_autocast_cache_enabled(), tuple(settings))
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
         """The dtype of autocast on the device where it is enabled."""
-        return next((dtype for kind, enabled, dtype in self.settings if enabled and kind == self.kind), None)
+        for kind, enabled, dtype in self.settings:
+            if enabled and kind == self.kind:
+                return dtype
+        return None
 
     @contextmanager
     def context(self) -> Iterator[None]:

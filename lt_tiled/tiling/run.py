@@ -109,7 +109,7 @@ def run_untiled(parts: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
 def anchored(call: TiledCall, inputs: Sequence[Tensor], through: Through) -> tuple[Tensor, Edges]:
     """Return a link to the anchor, and its other outputs: the inputs and weights."""
     link = torch.empty(0, device=call.device, requires_grad=True)
-    weights = one_by_one(through.get(weight, weight) for weight in call.weights)
+    weights = one_by_one([through.get(weight, weight) for weight in call.weights])
     link, *edges = Anchor.apply((*inputs, *call.weights), link, *inputs, *weights)
     return link, edges
 
@@ -131,7 +131,7 @@ class Anchor(torch.autograd.Function):
     def forward(ctx: Any, saved: Sequence[Tensor], link: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        return (link.view_as(link), *(t.view_as(t) for t in tensors))
+        return (link.view_as(link), *[t.view_as(t) for t in tensors])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
