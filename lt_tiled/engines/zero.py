@@ -148,7 +148,8 @@ def check_leaves(model: nn.Module) -> None:
         if None in _leaves_of(module):
             raise ValueError(
                 f"{tiled.name} is tiled and not inside a leaf module of ZeRO-3, which would shard its weights between"
-                " tiles: call prepare before deepspeed.initialize, or use TiledDeepSpeedStrategy(stage=3)."
+                " tiles: call prepare before deepspeed.initialize, or use TiledDeepSpeedStrategy(stage=3); a"
+                " callback runs too late."
             )
 
 
