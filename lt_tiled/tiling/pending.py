@@ -58,13 +58,6 @@ class Deferred(Tensor):
         """Return the plain tensor without a graph, for code below autograd."""
         raise AssertionError
 
-    def _refuse_if_value_changed(self) -> None:
-        if self._value is not None and self._value._version != self._version_of_value:
-            raise RuntimeError(
-                f"{self.call.name}: its output was changed in place and then read without gradients, or by a custom"
-                " autograd Function, whose gradient would miss the change. Make the change out of place."
-            )
-
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a function that needs no value, else ``NotImplemented``."""
         return NotImplemented
@@ -141,6 +134,7 @@ class Pending(Deferred):
     """Whether what follows runs it in its tiles."""
     _data: Tensor | None
     _value: Tensor | None
+    _version_of_value: int
 
     @classmethod
     def of(cls, call: TiledCall, inputs: Sequence[Tensor], through: Through, group: Any, output: Output) -> Pending:
