@@ -112,5 +112,5 @@ class GraphTile:
         """Return the sum of each weight's gradients; zeros for a weight that no tile used."""
         if self._autocast.dtype is not None:
             torch.clear_autocast_cache()  # it holds casts of the leaves
-        sums = iter([torch.zeros_like(s.leaf) if s.leaf.grad is None else s.leaf.grad for s in self._sums])
+        sums = iter([torch.zeros_like(s.leaf) if s.sum is None else s.sum for s in self._sums])
         return [next(sums) if wanted else None for wanted in self._wants]

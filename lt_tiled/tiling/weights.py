@@ -2,14 +2,15 @@
 
 NOTE [Leaves]
 A tile's graph begins at leaves, one for each weight, which stand in the weight's places while tiles run: in
-``_parameters``, and in the plain attributes where FSDP keeps views of its flat weights. A leaf's ``grad`` is the sum,
-to which autograd adds the gradient of each tile. ``finally`` takes the leaves out, also after Ctrl-C.
+``_parameters``, and in the plain attributes where FSDP keeps views of its flat weights. What takes a leaf's gradient
+adds it to the sum, so only one gradient is alive next to the sums. ``finally`` takes the leaves out, also after Ctrl-C.
 Another thread that runs the module meanwhile would give its gradients to these leaves, so a module belongs to one
 thread during each call and each recompute, and another thread gets an error.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,41 +145,49 @@ def sum_dtype(dtype: torch.dtype, accumulate: str) -> torch.dtype:
 
 
 class GradientSum:
-    """The leaf of one tensor, whose ``grad`` is the sum of the tensor's gradients over the tiles.
+    """Sums one tensor's gradients over the tiles while autograd produces them.
 
     Sums of 16-bit gradients are kept in float32 and rounded once: summed in their own dtype, their error grows with the
-    number of tiles.
+    number of tiles. A gradient is added as it is; autograd's own accumulation would make a float32 copy of it first.
     """
 
     def __init__(self, tensor: Tensor, accumulate: str) -> None:
-        self.dtype = tensor.dtype
+        self.dtype, self.sum_dtype = tensor.dtype, sum_dtype(tensor.dtype, accumulate)
+        self.sum: Tensor | None = None
         self.leaf = nn.Parameter(tensor.detach())
         self.leaf.__dict__.update({**tensor.__dict__, **self.leaf.__dict__})  # code may read attributes of its weights
-        self.leaf.grad_dtype = sum_dtype(tensor.dtype, accumulate)
+        mine = weakref.ref(self)  # the leaf keeps its hook, so the hook must not keep the sum
+
+        def take_gradient(leaf: Tensor) -> None:
+            total, gradient = mine(), leaf.grad
+            leaf.grad = None
+            if total is not None and gradient is not None:
+                total.add(gradient)
+
+        self.leaf.register_post_accumulate_grad_hook(take_gradient)
 
     def add(self, gradient: Tensor) -> None:
         """Add one tile's gradient, or a part of it."""
-        if self.leaf.grad is None:
-            self.leaf.grad = gradient.to(self.leaf.grad_dtype)
+        if self.sum is None:
+            self.sum = gradient.to(self.sum_dtype)
         else:
-            self.leaf.grad.add_(gradient)
+            self.sum.add_(gradient)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
         """Add ``left @ right``.
 
         A 16-bit product is rounded before it is added, as autograd's is, except on a CUDA GPU from the second one on.
         """
-        total = self.leaf.grad
-        if total is not None and total.dtype == left.dtype:
-            torch.addmm(total, left, right, out=total)  # FlopCounterMode does not count addmm_
-        elif total is not None and adds_in_product(total, left):
-            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        if self.sum is not None and self.sum.dtype == left.dtype:
+            torch.addmm(self.sum, left, right, out=self.sum)  # FlopCounterMode does not count addmm_
+        elif self.sum is not None and adds_in_product(self.sum, left):
+            torch.addmm(self.sum, left, right, out_dtype=torch.float32, out=self.sum)
         else:
             self.add(left.mm(right))
 
     def take(self, zeros: bool = False) -> Tensor | None:
         """Return the sum in the tensor's own dtype; if no tile used it, ``None``, or zeros where they are wanted."""
-        total, self.leaf.grad = self.leaf.grad, None
+        total, self.sum = self.sum, None
         if total is None:
             return torch.zeros_like(self.leaf, requires_grad=False) if zeros else None
         return total.to(self.dtype)
@@ -189,6 +198,8 @@ def wants_zeros(weight: Tensor) -> bool:
 
     Those of ZeRO-1 and 2 fill a bucket, and a user's would be called with ``None``.
     """
-    if weight._post_accumulate_grad_hooks:
-        return True
+    # Ours stand on the leaves of a tiled module around this one.
+    for hook in (weight._post_accumulate_grad_hooks or {}).values():
+        if not is_of(hook, ("lt_tiled.",)):
+            return True
     return not all(is_of(hook, ("torch.",)) for hook in (weight._backward_hooks or {}).values())
