@@ -39,7 +39,6 @@ from lt_tiled.modules.patch import (
     HOOKS,
     Order,
     Patch,
-    compiler,
     get_patch,
     get_patches,
     is_of,
@@ -171,7 +170,10 @@ class TiledPatch(Tiled, Patch):
         leader: The patch whose tiles it may share: of the MLP, or of the norm before projections.
     """
 
-    order = Order.TILE
+    @property
+    def order(self) -> Order:  # type: ignore[override]
+        """Compiled code goes past what is on norms, which the compiler fuses anyway, and on the projections behind."""
+        return Order.TILE if self.is_leader and not self.spec.is_lone_norm else Order.NEIGHBOR
 
     def __init__(
         self,
@@ -263,7 +265,7 @@ class TiledPatch(Tiled, Patch):
         """Return what runs on a tile: the module's own code below this patch."""
         below = self.bound(module)
         if self.tiling.compile is not False:
-            self.compiled = below = self.compiled or compiled(below, self.tiling.compile)
+            self.compiled_tile = below = self.compiled_tile or compiled(below, self.tiling.compile)
         if type(module) is nn.Linear:
             below = partial(_run_linear, module, below)
         return TileFunction.of(below, roots(module, self.spec.parts), id(self), whole=self.spec.parts is None)
@@ -312,7 +314,7 @@ class TiledPatch(Tiled, Patch):
 
     def _later(self, module: nn.Module, call: TiledCall, inputs: list[Tensor], through: Through) -> Pending | None:
         """Return a pending output where what follows may take it: see NOTE [Pending]."""
-        if not (self.spec.pends and self.needs.pending and call.differentiable) or compiler.get() is not None:
+        if not (self.spec.pends and self.needs.pending and call.differentiable) or self.innermost.compiled:
             return None
         # A recompute records nothing, and must run as the forward pass did.
         if has_users_hook(module) or is_recorded(call.function.inside):

@@ -120,4 +120,4 @@ class Tiled:
         """The functions that failed it together with a norm."""
         self.outputs: dict[Hashable, Any] = {}
         """What pending outputs are like."""
-        self.compiled: Callable[..., Any] | None = None
+        self.compiled_tile: Callable[..., Any] | None = None
