@@ -170,10 +170,10 @@ class Report:
 
 def _sums_of(module: nn.Module, patch: TiledPatch) -> tuple[int, int]:
     """Return the bytes of the gradient sums of a mixture of experts, and how many ``accumulate="param"`` saves."""
-    sizes = patch.spec.sizes
-    if sizes is None or not sizes.is_mixture:
+    sizes, weight = patch.spec.sizes, next(module.parameters(), None)  # FSDP keeps flat weights elsewhere
+    if sizes is None or not sizes.is_mixture or weight is None:
         return 0, 0
-    dtype = next(module.parameters()).dtype
+    dtype = weight.dtype
     nbytes = sizes.summed * sum_dtype(dtype, patch.tiling.accumulate).itemsize
     return nbytes, nbytes - sizes.summed * sum_dtype(dtype, "param").itemsize
 

@@ -340,7 +340,7 @@ class Recompute:
         found: list[Tensor | None] = []
         for result, whole in zip(self.results, self.wholes, strict=True):
             found.append(result if whole is None else whole.take(zeros=True))
-        for weight, total in zip(self.weights, self.sums, strict=True):
+        for weight, total in zip(call.weights, self.sums, strict=True):
             found.append(total.take(call.tiled.needs.zeros_for_unused or wants_zeros(weight)))
         return found
 
