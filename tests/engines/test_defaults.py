@@ -73,8 +73,8 @@ def test_a_module_that_mixes_stays_untiled(engine: str, on_ranks: OnRanks) -> No
 
 @pytest.mark.parametrize("what", ["mixes", "hooked"])
 def test_ranks_that_differ(what: str, deepspeed_world: World) -> None:
-    """Where one rank alone cannot tile a module, or a hook on one rank keeps a norm out of the tiles, ranks under ZeRO-2
-    train as without tiles: gradients arrive in one order.
+    """Where one rank alone cannot tile a module, or its hook keeps a norm out of the tiles, ranks under ZeRO-2 train as
+    without tiles: gradients arrive in one order.
     """
     plain = deepspeed_world(losses, "zero2", what, (0,), False)
     for (expected, _), (found, message) in zip(plain, deepspeed_world(losses, "zero2", what, (0,)), strict=True):
