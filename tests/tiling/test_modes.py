@@ -74,7 +74,8 @@ def test_gradient_scaler(device: str) -> None:
     assert scale == tiled_scale == 2.0**10
     assert losses[0] == losses[1] > losses[2] > losses[3]
     spread = spread_of(lambda: scaled(copy.deepcopy(model).to("cpu"), "cpu")[0])
-    assert losses == pytest.approx(untiled, rel=SPREADS * spread)
+    # Some processors' kernels sum in one order only, which shows no spread: then it is a part of float16's rounding.
+    assert losses == pytest.approx(untiled, rel=max(SPREADS * spread, 2.0**-17))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)], indirect=True)
