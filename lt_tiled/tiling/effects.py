@@ -153,7 +153,10 @@ class Probe(TorchDispatchMode):
         if func is torch.ops.aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(drawn[1])  # the backward pass scales both calls alike
         if isinstance(drawn, Tensor) and drawn.numel() and "randperm" not in func.name():
-            number = drawn.is_floating_point() or drawn.dtype == torch.bool
-            keeps = 1.0 if "bernoulli" in func.name() else 0.6  # in most masks
-            drawn.fill_(keeps if number else int(drawn.flatten()[0]))
+            if "multinomial" in func.name():
+                drawn.zero_()  # a category that each token has; what a token draws depends on its probabilities
+            elif drawn.is_floating_point() or drawn.dtype == torch.bool:
+                drawn.fill_(1.0 if "bernoulli" in func.name() else 0.6)  # which most masks keep
+            else:
+                drawn.fill_(int(drawn.flatten()[0]))
         return drawn
