@@ -40,8 +40,7 @@ class Engine(EngineNeeds):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         # Nothing wraps the copy of a model yet, or another engine.
-        model = self._model()
-        memo[id(self)] = copy = Engine(memo.get(id(model)))
+        memo[id(self)] = copy = Engine(memo.get(id(self._model())))
         return copy
 
     def forget(self) -> None:
@@ -64,24 +63,21 @@ class Engine(EngineNeeds):
         for part in model.modules():
             if isinstance(part, FullyShardedDataParallel | FSDPModule):
                 units.add(unwrapped(part))
-        weights = list(model.parameters())
-        sharded = any(isinstance(unit, FSDPModule) for unit in units) or any(isinstance(w, DTensor) for w in weights)
-        zero3 = any(hasattr(w, "ds_id") for w in weights)
-        self.pending = _adapt_to_units(model, units)
-        if zero3:
-            self.pending = adapt_to_zero3(model) and self.pending
-        # ZeRO-3 reduces the gradients of a leaf in an order of its own.
-        self.one_order = not zero3
         # FSDP2 reduces only gradients that exist, and ranks whose tokens chose different experts would differ.
-        self.zeros_for_unused = sharded
-        self.known = zero3 or sharded or bool(units)
+        sharded = (*units, *model.parameters())
+        self.zeros_for_unused = any(isinstance(each, FSDPModule | DTensor) for each in sharded)
+        # ZeRO-3 reduces the gradients of a leaf in an order of its own.
+        zero3 = any(hasattr(weight, "ds_id") for weight in model.parameters())
+        self.one_order = not zero3
+        self.pending = _adapt_to_units(model, units) and (not zero3 or adapt_to_zero3(model))
+        self.known = zero3 or self.zeros_for_unused or bool(units)
         # One of the weights, and where it is.
+        self.holder, self.weight = {}, None
         for part in module.modules():
             for name, weight in part._parameters.items():
                 if weight is not None and weight.requires_grad:
                     self.holder, self.name, self.weight = part._parameters, name, weight
                     return
-        self.holder, self.weight = {}, None
 
 
 def _adapt_to_units(model: nn.Module, units: set[nn.Module]) -> bool:

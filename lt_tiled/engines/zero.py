@@ -2,24 +2,24 @@
 
 NOTE [ZeRO-3 leaves]
 ZeRO-3 all-gathers weights in module hooks and frees them after use. Inside a tiled module its hooks would run for every
-tile, and its hooks on a norm would use the norm's output before the MLP does. So each block with tiled modules is a
-leaf module: its hooks all-gather all its weights once per forward and backward pass, and the tiles run in between.
+tile. So each block with tiled modules is a leaf module: its hooks all-gather all its weights once per forward and
+backward pass, and the tiles run in between.
 
 ZeRO-3 reduces the gradients of a leaf in a backward hook, which torch runs once per call. But autograd sums the
-gradients of a weight over all calls before it sets them. After two calls the first hook would reduce zeros, and the
-second one would reduce the weights again while ZeRO-3's bucket still holds them. So that hook runs on a token instead:
+gradients of a weight over all calls before it sets them: after two calls the first hook would reduce zeros. So that
+hook runs on a token instead:
 
 1. Each leaf has one token, a scalar that requires a gradient.
 2. Each call joins it: a Function takes the call's hidden states and the token, and returns the hidden states.
 3. Autograd computes the token's gradient once, after this Function's backward has run for all calls in the backward
    pass. These run last, because autograd runs first what was recorded last, so the gradients of the weights are there.
    ZeRO-3 frees the weights only afterwards: the hook needs their shapes for the gradients that are zero.
-4. A gradient that arrives later, from outside of the leaf, raises, and so does a call without hidden states.
+4. A gradient that arrives later, from outside of the leaf (another leaf may share the weight), raises, and so does a
+   call without hidden states.
 """
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.modules.blocks import shared_weights
 from lt_tiled.modules.find import outermost
 from lt_tiled.modules.patch import Order, Patch, get_patch, is_of, remove_patch, set_patch, without_compiler
 from lt_tiled.tiling.call import split_arguments
@@ -55,11 +54,6 @@ class LeafPatch(Patch):
         vars(leaf)["_z3_leaf"] = True  # as deepspeed.utils.set_z3_leaf_module does, whose import takes seconds
         set_patch(leaf, self, _SETS_HOOK)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        copy = super().__deepcopy__(memo)
-        copy.__dict__["handles"] = []
-        return copy
-
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Register ZeRO-3's hook on a token, see NOTE [ZeRO-3 leaves], and all others as ever."""
         hook = args[0]
@@ -69,7 +63,6 @@ class LeafPatch(Patch):
         for _, _, tiled in tiled_patches(module):
             tiled.needs.forget()
         token = _Token(self.name, hook)
-        self.handles.append(module.register_forward_pre_hook(_first_by_position, prepend=True, with_kwargs=True))
         for weight in module.parameters():
             if weight.requires_grad:
                 self.handles.append(weight.register_post_accumulate_grad_hook(token.refuse_late))
@@ -86,7 +79,7 @@ def patch_leaves(model: nn.Module, blocks: bool = True) -> None:
     whole = whole_modules(model)
     if not whole or find_spec("deepspeed") is None:
         return
-    leaves = _leaves_in(model)
+    leaves = [(path, module) for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
     if any(is_of(hook, _OF_DEEPSPEED) for _, module in whole for hook in module._forward_pre_hooks.values()):
         # Another engine may follow, as that of ``fit`` follows that of ``validate``: leaves stay leaves.
         check_leaves(model)
@@ -113,10 +106,6 @@ def restore_leaves(model: nn.Module) -> None:
             del vars(leaf)["_z3_leaf"]
 
 
-def _leaves_in(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(path, module) for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
-
-
 def _leaves_of(module: nn.Module) -> set[nn.Module | None]:
     """Return the leaf modules with which the weights of a module are all-gathered; ``None`` for those without one."""
     return {getattr(weight, "ds_z3_leaf_module", None) for weight in module.parameters()}
@@ -129,16 +118,9 @@ def adapt_to_zero3(model: nn.Module) -> bool:
     """Return whether norms may be pending under ZeRO-3: if their weights are all-gathered with those of the MLP.
 
     Raises:
-        ValueError: If it would shard weights while tiles need them, or lose their gradients.
+        ValueError: If it would shard weights while tiles need them.
     """
     check_leaves(model)
-    for first, second, weight in shared_weights(model, outermost(_leaves_in(model))):
-        if weight.requires_grad:
-            shape = list(getattr(weight, "ds_shape", weight.shape))
-            raise ValueError(
-                f"{first} and {second} share a weight of shape {shape}, whose gradients ZeRO-3 would reduce when the"
-                " first of them has its own: use another stage, or tiling=False."
-            )
     return all(len(_leaves_of(module)) < 2 for _, module in whole_modules(model))
 
 
@@ -154,17 +136,6 @@ def check_leaves(model: nn.Module) -> None:
 
 
 # The token
-
-
-def _first_by_position(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pass the first argument by position.
-
-    ZeRO-3 frees the weights of a module when the gradients of such arguments are known, else after the backward pass.
-    """
-    first = None if args else next(iter(inspect.signature(module.forward).parameters), None)
-    if first not in kwargs:
-        return None
-    return (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
 
 
 class _Token:

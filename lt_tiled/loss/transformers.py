@@ -29,7 +29,7 @@ from lt_tiled.policies import LossShards
 class LossPatch(SharedPatch):
     """On a model that computes its own loss; each owner's value says whether in tiles in evaluation, too."""
 
-    order = Order.LOSS
+    order = Order.CALLER
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the head know whether the model computes a loss in tiles."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -16,34 +15,25 @@ from lt_tiled._log import inform
 from lt_tiled.modules.find import has_class, walk_all
 from lt_tiled.modules.patch import Order, Patch, get_patch, patch_until
 
-_asked: ContextVar[bool | None] = ContextVar("asked", default=None)
-"""Whether the caller of the outermost model that runs asks for a key-value cache, or gives one."""
-
 
 class CachePatch(Patch):
-    """On each model of transformers, because only the one that is called first knows what its caller wants.
+    """On each model of transformers, of which any may be called first.
 
     Models make a cache by default, also in training, where nobody reads it and it would hold the keys and values of all
     layers. As with transformers' own gradient checkpointing they make none where gradients are on.
     """
 
-    order = Order.CACHE
+    order = Order.CALLER
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        function, asked = type(module).forward, _asked.get()
+        function = type(module).forward
         given = by_name(function, args, kwargs)
-        if asked is None:
-            asked = given.get("use_cache") is True or has_cache(given)
-        takes = "use_cache" in argument_names(function)[len(args) :]
-        if takes and not asked and given.get("use_cache") is None and torch.is_grad_enabled():
+        undecided = given.get("use_cache") is None and not has_cache(given)
+        if undecided and "use_cache" in argument_names(function)[len(args) :] and torch.is_grad_enabled():
             kind = type(module).__name__
             inform(f"{kind} is recomputed, so it makes no key-value cache while gradients are on", once=f"cache {kind}")
             kwargs = kwargs | {"use_cache": False}
-        token = _asked.set(asked)
-        try:
-            return self.inner(module, *args, **kwargs)
-        finally:
-            _asked.reset(token)
+        return self.inner(module, *args, **kwargs)
 
 
 def patch_models(model: nn.Module, undo: ExitStack) -> None:

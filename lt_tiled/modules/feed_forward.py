@@ -6,25 +6,18 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from lt_tiled.modules.find import children_of, walk, walk_all
 
 _METHODS = ("_ff_block", "feed_forward_chunk", "ff_chunk")
 """Methods that are a block's MLP: those of torch's layers, of BERT-like layers, and of ALBERT and Longformer."""
-_SIZES = {"in_features": "out_features", "nx": "nf", "input_size": "output_size", "in_channels": "out_channels"}
-"""Where a projection has its sizes: ``nn.Linear``, ``Conv1D`` of transformers, JetMoE's experts, convolutions."""
-_UNTILABLE: dict[type[Any], str] = {
-    torch.jit.ScriptModule: "whose compiled code computes with its own weights",
-    LazyModuleMixin: "whose weights have no shape before its first call",
-    _BatchNorm: "whose statistics in training depend on all tokens",
-}
+_SIZES = {"in_features": "out_features", "nx": "nf", "input_size": "output_size"}
+"""Where a projection has its sizes: ``nn.Linear``, ``Conv1D`` of transformers, JetMoE's experts."""
 _BEFORE = re.compile(r"pre.*(feed|ffw?|mlp)|(^|_)(ffn?|mlp|feed_?forward)_(layer)?norm|ln_mlp", re.IGNORECASE)
 _SECOND = re.compile(r"post_attention|(norm|ln)_?[23]$|layernorm_after|final_layer_norm", re.IGNORECASE)
 _AFTER = re.compile(r"post.*(feed|ffw?|mlp)", re.IGNORECASE)
@@ -110,7 +103,7 @@ def parts_below(module: nn.Module) -> tuple[str, ...]:
 def mixes_tokens(name: str, module: nn.Module) -> bool:
     """Whether the module is known to look across tokens: attention, convolutions, recurrences, batch norms, shifts."""
     shifts = nn.ConstantPad1d | nn.ConstantPad2d  # RWKV's
-    if isinstance(module, _ConvNd | nn.RNNBase | shifts) or cannot_be_tiled(module) is not None:
+    if isinstance(module, _ConvNd | nn.RNNBase | _NormBase | shifts) or cannot_be_tiled(module) is not None:
         return True
     label = f"{name} {type(module).__name__}".lower()
     # A layer with attention, such as Zamba 2's AttentionDecoderLayer, also has an MLP.
@@ -124,9 +117,8 @@ def has_mixer(module: nn.Module) -> bool:
 
 def cannot_be_tiled(part: nn.Module) -> str | None:
     """Return why a module cannot run in tiles although a few tokens may not show it."""
-    for kind, reason in _UNTILABLE.items():
-        if isinstance(part, kind):
-            return reason
+    if isinstance(part, torch.jit.ScriptModule):
+        return "whose compiled code computes with its own weights"
     # Switch Transformers' expert_capacity: a router sends its experts a limited number of tokens.
     if any("capacity" in name and isinstance(value, int | float) for name, value in vars(part).items()):
         return "whose experts have a capacity, so that the result of a token depends on all tokens"
@@ -252,8 +244,6 @@ def mlp_widths(*modules: nn.Module) -> tuple[int, int] | None:
 
 def projections(module: nn.Module) -> Iterator[tuple[nn.Module, int, int]]:
     """Yield the projections in a module with input and output size; an adapted one (LoRA) as the one that it adapts."""
-    if isinstance(module, _ConvNd) and max(module.kernel_size) > 1:
-        return
     for first, second in _SIZES.items():
         inputs = getattr(module, first, None)
         outputs = getattr(module, second, None)

@@ -73,18 +73,19 @@ def find_named(model: nn.Module, targets: Target | Sequence[Target], what: str) 
     everything = [(path, m) for path, m in walk(model) if has_forward(m)]
     found: list[tuple[str, nn.Module]] = []
     for target in [targets] if isinstance(targets, str) or callable(targets) else targets:
-        matches = [pair for pair in everything if _matches(target, *pair)]
-        if not matches:
+        matching = [pair for pair in everything if matches(target, *pair)]
+        if not matching:
             classes = sorted({type(m).__name__ for _, m in everything})
             raise ValueError(
                 f"{what} target {target!r} matches no module of {type(model).__name__}: pass a class name or a path"
                 f" glob such as 'layers.*.mlp'. Its classes are: {', '.join(classes) or 'none, it has no submodules'}."
             )
-        found += matches
+        found += matching
     return outermost(found)
 
 
-def _matches(target: Target, path: str, module: nn.Module) -> bool:
+def matches(target: Target, path: str, module: nn.Module) -> bool:
+    """Whether a target chooses a module with this path."""
     if callable(target):
         return target(path, module)
     return has_class(module, (target,)) or fnmatchcase(path, target)

@@ -17,11 +17,11 @@ compiled by itself, with the same backend. The recompute of a block calls the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from enum import IntEnum, auto
 from functools import cache, partial
-from inspect import Parameter, signature
+from inspect import signature
 from itertools import count
 from types import MethodType
 from typing import Any, ClassVar, TypeVar, cast
@@ -48,9 +48,8 @@ class Order(IntEnum):
 
     SEQUENCE = auto()  # ranks share the sequences of a model, or of its blocks
     POSITIONS = auto()  # masks and rotary tables of shared sequences are those of all tokens
-    CACHE = auto()  # a model notes whether its caller wants a key-value cache
     CHECKPOINT = auto()  # a block is recomputed in the backward pass, with all that follows
-    LOSS = auto()  # a model notes whether its caller wants a loss
+    CALLER = auto()  # a model notes whether its caller wants a loss or a key-value cache
     STATES = auto()  # layers with a state exchange tokens between ranks
     PARENT = auto()  # what is pending inside of a block is computed before the block returns
     HEAD = auto()  # a head defers its logits
@@ -85,8 +84,6 @@ class Patch:
 
     def inner(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run what this patch changes, without the module's hooks."""
-        if isinstance(self.below, Patch):
-            return self.below(module, *args, **kwargs)
         return (self.compiled or self.bound(module))(*args, **kwargs)
 
     def bound(self, module: nn.Module) -> Callable[..., Any]:
@@ -106,8 +103,7 @@ class Patch:
         return cast("Callable[..., Any] | None", self.innermost.below)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        copy = type(self).__new__(type(self))
-        memo[id(self)] = copy
+        memo[id(self)] = copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__, below=deepcopy(self.below, memo), compiled=None)
         return copy
 
@@ -139,6 +135,8 @@ def set_patch(module: nn.Module, patch: Patch, method: str = "forward") -> None:
         # One more place if other code replaced the method since: its method runs below the new patches.
         place = next(p for n in count() if (p := f"_lt_tiled_{n}_{method}") not in module.__dict__)
         module.__dict__[place] = current
+        changed = getattr(current, "__func__", getattr(type(module), method))
+        module.__dict__[method] = MethodType(_dispatcher(place, method, changed), module)
     above, below = None, module.__dict__[place]
     while isinstance(below, Patch) and below.order < patch.order:
         above, below = below, below.below
@@ -147,11 +145,6 @@ def set_patch(module: nn.Module, patch: Patch, method: str = "forward") -> None:
         module.__dict__[place] = patch
     else:
         above.below = patch
-    if patch.replaced is None:
-        dispatcher = _dispatcher_of_class(place, method, getattr(type(module), method), False)
-    else:
-        dispatcher = _dispatcher(place, method, patch.replaced, True)
-    module.__dict__[method] = MethodType(dispatcher, module)
 
 
 def remove_patch(module: nn.Module, patch: Patch) -> None:
@@ -228,8 +221,9 @@ def _chain(value: Any) -> Iterator[Patch]:
         value = value.below
 
 
-def _dispatcher(place: str, name: str, changed: Callable[..., Any], bound: bool) -> Callable[..., Any]:
-    """Return the function that runs the patches in an attribute of a module.
+@cache
+def _dispatcher(place: str, name: str, changed: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that runs the patches in an attribute of a module: one for all modules of a class.
 
     Its name is what pickle looks up on the class. It has the signature of the method that is changed, from which
     transformers reads the arguments.
@@ -252,17 +246,8 @@ def _dispatcher(place: str, name: str, changed: Callable[..., Any], bound: bool)
     function: Callable[..., Any] = method
     function.__code__ = method.__code__.replace()  # the compiler limits the recompilations of one code object
     function.__name__ = name
-    function.__dict__["_lt_tiled_place"] = place
-    with suppress(TypeError, ValueError):  # a callable that tells no signature
-        parameters = list(signature(changed).parameters.values())
-        if bound:
-            parameters.insert(0, Parameter("self", Parameter.POSITIONAL_ONLY))
-        function.__dict__["__signature__"] = signature(changed).replace(parameters=parameters)
+    function.__dict__.update(_lt_tiled_place=place, __signature__=signature(changed))
     return function
-
-
-_dispatcher_of_class = cache(_dispatcher)
-"""The modules of a class have one function, unless other code set a method on the instance."""
 
 
 _backends: list[Any] = []
@@ -277,11 +262,10 @@ def _note_backend(context: Any) -> None:
 @partial(torch.compiler.disable, reason="lt_tiled runs the module in its own way: see docs/models.md")
 def _run(patch: Patch, compiling: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run patches uncompiled, and below them the module's own code compiled once compiled code has called it."""
-    if compiling:
-        own = patch.innermost
-        if own.compiled is None and all(each.compiles(module) for each in _chain(patch)):
-            own.compiled = optimize(_backends[0])(own.bound(module))
-    return patch.run(module, args, kwargs) if patch.active else patch.inner(module, *args, **kwargs)
+    own = patch.innermost
+    if compiling and _backends and own.compiled is None and all(each.compiles(module) for each in _chain(patch)):
+        own.compiled = optimize(_backends[0])(own.bound(module))
+    return patch(module, *args, **kwargs)
 
 
 def without_compiler(function: Function) -> Function:

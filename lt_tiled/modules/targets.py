@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -20,7 +19,7 @@ from lt_tiled.modules.feed_forward import (
     norms_next_to_mlp,
     projections,
 )
-from lt_tiled.modules.find import Target, children_of, find_named, has_class, outermost, walk
+from lt_tiled.modules.find import Target, children_of, find_named, matches, outermost, walk
 from lt_tiled.modules.patch import roots
 from lt_tiled.policies import Tiling
 
@@ -29,56 +28,54 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
     """Return the modules that the policy names: with ``"mlp"`` the MLP of every block, with ``"auto"`` also norms."""
     targets = tiling.targets
     wanted = [targets] if isinstance(targets, str) or callable(targets) else targets
-    # 1. What is named: methods, and modules.
+    # 1. What is named comes first: it is tiled by itself, also where it stands next to an MLP.
     found: list[Tileable] = []
     modules: list[Target] = []
     for target in wanted:
         if target not in ("auto", "mlp"):
-            methods = _methods(model, target) if isinstance(target, str) else []
+            methods = find_methods(model, target) if isinstance(target, str) else []
             found += methods
             modules += [] if methods else [target]
     found += [Tileable(path, m, named=True) for path, m in find_named(model, modules, "Tiling")]
     # 2. The blocks' MLPs, and the norms outside of all this.
     if "auto" in wanted or "mlp" in wanted:
-        found = _with_feed_forwards(model, found)
+        named = {tileable.module for tileable in found}
+        found += [mlp for mlp in find_mlps(model) if mlp.module not in named]
+        outer = {module for _, module in outermost((tileable.path, tileable.module) for tileable in found)}
+        found = [tileable for tileable in found if tileable.module in outer]
     if "auto" in wanted:
         found += find_norms(model, found)
     return found
 
 
-def _methods(model: nn.Module, target: str) -> list[Tileable]:
+def find_methods(model: nn.Module, target: str) -> list[Tileable]:
     """Return the methods that a target such as ``BertLayer.feed_forward_chunk`` names, unless it names modules."""
     owner, _, method = target.rpartition(".")
     found: list[Tileable] = []
     for path, module in walk(model):
         if fnmatchcase(path, target):
             return []
-        if callable(getattr(type(module), method, None)) and (has_class(module, (owner,)) or fnmatchcase(path, owner)):
+        if callable(getattr(type(module), method, None)) and matches(owner, path, module):
             found.append(Tileable(f"{path}.{method}", module, method, named=True))
     return found
 
 
-def _with_feed_forwards(model: nn.Module, named: list[Tileable]) -> list[Tileable]:
-    """Return the blocks' MLPs and what else is named, without what is inside of something else."""
-    blocks = find_blocks(model) or [("", model)]
-    mlps: list[Tileable] = []
-    for path, block in blocks:
-        mlps += find_feed_forwards(block, path)
-    if not mlps:
+def find_mlps(model: nn.Module) -> list[Tileable]:
+    """Return the MLPs of a model's blocks.
+
+    Raises:
+        NothingFoundError: If there are none.
+    """
+    found: list[Tileable] = []
+    for path, block in find_blocks(model) or [("", model)]:
+        found += find_feed_forwards(block, path)
+    if not found:
         raise NothingFoundError(
             f"Tiling found no MLP in {type(model).__name__} (a child of a block with linear layers from hidden_size to"
             " intermediate_size and back): name it, as in Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'),"
             " or pass tiling=False."
         )
-    # What is named is tiled by itself, also where it stands next to an MLP.
-    found, taken = [*named], {tileable.module for tileable in named}
-    for mlp in mlps:
-        if mlp.module not in taken:
-            before = tuple(m for m in mlp.before if m not in taken)
-            after = tuple(m for m in mlp.after if m not in taken)
-            found.append(replace(mlp, before=before, after=after))
-    outer = {m for _, m in outermost((tileable.path, tileable.module) for tileable in found)}
-    return [tileable for tileable in found if tileable.module in outer]
+    return found
 
 
 def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
@@ -88,28 +85,27 @@ def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
     are one kernel and are left out.
     """
     taken: set[nn.Module] = set()
-    hidden = 0
+    hidden = 1
     for tileable in found:
         parts = roots(tileable.module, tileable.parts)
         for module in (*parts, *tileable.before, *tileable.after):
             taken.update(module.modules())
-        if not hidden and (sizes := find_sizes(*parts)) is not None:
+        if hidden == 1 and (sizes := find_sizes(*parts)) is not None:
             hidden = sizes.hidden
     # The first norm of a block stands before attention. A guess: what the block does with its output decides.
     blocks: dict[nn.Module, nn.Module] = {}
     for _, block in find_blocks(model):
         _, after = norms_next_to_mlp(block)
-        for _, child in children_of(block):
-            if is_norm(child) and child not in after:
-                blocks[child] = block
-                break
-    tileable_norms: list[Tileable] = []
-    for path, m in walk(model):
-        if is_norm(m) and not any(m.children()) and m not in taken and not is_one_kernel(m):
-            parent = blocks.get(m)
-            behind = _projections_of_attention(parent) if parent is not None else ()
-            tileable_norms.append(Tileable(path, m, parent=parent, after=behind, norm_of=max(hidden, 1)))
-    return tileable_norms
+        first = next((child for _, child in children_of(block) if is_norm(child) and child not in after), None)
+        if first is not None:
+            blocks[first] = block
+    norms: list[Tileable] = []
+    for path, norm in walk(model):
+        if is_norm(norm) and not any(norm.children()) and norm not in taken and not is_one_kernel(norm):
+            block = blocks.get(norm)
+            behind = () if block is None else _projections_of_attention(block)
+            norms.append(Tileable(path, norm, parent=block, after=behind, norm_of=hidden))
+    return norms
 
 
 def _projections_of_attention(block: nn.Module) -> tuple[nn.Module, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lt_tiled._log import inform
-from lt_tiled.modules.blocks import shared_weights
 from lt_tiled.modules.find import plain_name
 from lt_tiled.policies import check_count
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
@@ -75,7 +74,7 @@ class _FSDP2(TiledStrategy):
                 " the model by blocks."
             )
         blocks = blocks_to_shard(model, self.activation_checkpointing)
-        if shared := next(shared_weights(model, blocks), None):
+        if shared := next(_shared_weights(model, blocks), None):
             first, second, weight = shared
             raise ValueError(
                 f"{first} and {second} share a weight of shape {list(weight.shape)} and would shard it twice: put them"
@@ -118,6 +117,17 @@ class TrainerFSDP2(_FSDP2, TiledTrainerStrategy):
             if hook is nothing:
                 del module.configure_model
         self.refuse_different_tilings(module)
+
+
+def _shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Yield the weights that belong to two blocks, or to a block and the rest of the model, after their names."""
+    inside = {part for _, block in blocks for part in block.modules()}
+    rest = (weight for m in model.modules() if m not in inside for weight in m.parameters(recurse=False))
+    owner: dict[nn.Parameter, str] = {}
+    for path, weights in [*((p, b.parameters()) for p, b in blocks), (f"the rest of {type(model).__name__}", rest)]:
+        for weight in weights:
+            if owner.setdefault(weight, path) != path:
+                yield owner[weight], path, weight
 
 
 def _copy_from_first_rank(model: nn.Module, device: torch.device) -> None:

@@ -44,7 +44,7 @@ def tile(
         The same module, or the tiled method.
 
     Raises:
-        ValueError: If it is tiled already, or normalizes over the batch, or a value is out of bounds. In its first
+        ValueError: If it is tiled already, or cannot be tiled, or a value is out of bounds. In its first
             call, if an engine would shard its weights between tiles.
         TypeError: If it is neither a module nor a module's method.
     """

@@ -133,19 +133,13 @@ class RunsTwice(OfBlocks):
         return self.head(x)
 
 
-class TakesKeywords(OfBlocks):
-    """Gives blocks their hidden states by keyword, and measures their weights when the backward pass leaves them."""
+class TiesBlocks(OfBlocks):
+    """Two blocks share a weight."""
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        x = self.embed(ids)
-        if x.requires_grad:
-            x.register_hook(lambda _: GATHERED.append(sum(w.numel() for w in self.blocks.parameters())))
-        for block in self.blocks:
-            x = block(x=x)
-        return self.head(x)
-
-
-GATHERED: list[int] = []
+    def __init__(self, kind: type[Block], frozen: bool = False) -> None:
+        super().__init__(kind, frozen)
+        first, second = self.blocks
+        second.mlp.down.weight = first.mlp.down.weight  # type: ignore[union-attr]
 
 
 def losses(engine: str, model: type[OfBlocks], kind: type[Block], frozen: bool = False, own: bool = False) -> Any:
@@ -170,12 +164,6 @@ def losses(engine: str, model: type[OfBlocks], kind: type[Block], frozen: bool =
         fabric.strategy.release()
 
 
-def gathered() -> list[int]:
-    GATHERED.clear()
-    losses("zero3", TakesKeywords, Block)
-    return GATHERED
-
-
 @pytest.mark.table("Block-True|(Crosses|HasUnused|ReturnsDict|ReturnsWeight|ByKeyword)-False|TakesTuple-True")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", [Block, Crosses, Shares, HasUnused, TakesTuple, ReturnsDict, ReturnsWeight, ByKeyword])
@@ -188,18 +176,17 @@ def test_what_blocks_take_use_and_return(kind: type[Block], frozen: bool, on_ran
     assert on_ranks(losses, "zero3", OfBlocks, kind, frozen) == [near(each) for each in plain]
 
 
-def test_hidden_states_by_keyword(deepspeed_world: World) -> None:
-    """Blocks that are given their hidden states by keyword free their weights as soon as their backward pass ends."""
-    assert deepspeed_world(gathered) == [[0] * 3] * 2
-
-
 def refused(model: type[OfBlocks], kind: type[Block]) -> tuple[str, str]:
     return error_of(lambda: losses("zero3", model, kind))
 
 
 @pytest.mark.parametrize(
     ("model", "kind", "path"),
-    [(OfBlocks, TakesIds, "blocks.0 (TakesIds)"), (UsesNormBefore, Block, "blocks.1 (Block)")],
+    [
+        (OfBlocks, TakesIds, "blocks.0 (TakesIds)"),
+        (UsesNormBefore, Block, "blocks.1 (Block)"),
+        (TiesBlocks, Block, "blocks.1 (Block)"),
+    ],
 )
 def test_what_a_leaf_cannot_be(model: type[OfBlocks], kind: type[Block], path: str, deepspeed_world: World) -> None:
     """Blocks whose gradients ZeRO-3 would lose are refused by name in the first step."""

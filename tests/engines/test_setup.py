@@ -14,7 +14,6 @@ import lt_tiled
 from tests.engines.cells import error_of, strategy
 from tests.engines.conftest import OnRanks
 from tests.lit import LitTiny, replaced, trainer
-from tests.models import GatedMLP
 
 
 class ShardsInside(LitTiny):
@@ -35,16 +34,6 @@ class TiesBlocks(LitTiny):
         super().configure_model()
         first, second = self.net.blocks
         second.mlp.down.weight = first.mlp.down.weight
-
-
-class TiesOwnLeaves(TiesBlocks):
-    """Makes the MLPs that share it leaf modules of ZeRO-3."""
-
-    def configure_model(self) -> None:
-        from deepspeed.utils import set_z3_leaf_modules
-
-        super().configure_model()
-        set_z3_leaf_modules(self, [GatedMLP])
 
 
 class TiesHead(LitTiny):
@@ -77,9 +66,6 @@ def fit_refused(engine: str, model: type[LitTiny], options: dict[str, Any]) -> t
         ("fsdp2", TiesBlocks, {}, r"net.blocks.0 and net.blocks.1 share a weight of shape \[16, 48\]"),
         ("fsdp2", TiesHead, {}, r"net.blocks.0 and the rest of TiesHead share a weight of shape \[16\]"),
         ("zero3", LitTiny, {"zero3_leaf_modules": False}, "is tiled and not inside a leaf module of ZeRO-3"),
-        ("zero3", TiesBlocks, {}, r"net.blocks.0 and net.blocks.1 share a weight of shape \[16, 48\]"),
-        ("zero3", TiesOwnLeaves, {"zero3_leaf_modules": False}, "net.blocks.0.mlp and net.blocks.1.mlp share a weight"),
-        ("zero3", TiesHead, {}, r"net.blocks.0 and the rest of TiesHead share a weight of shape \[16\]"),
     ],
 )
 def test_trainer_refuses(

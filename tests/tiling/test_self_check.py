@@ -126,11 +126,11 @@ def test_imaginary_parts_are_compared() -> None:
         tile(Phases(True), num_shards=4)(x)
 
 
-def test_batch_norm_is_refused_when_it_is_patched() -> None:
-    """Batch statistics depend on all tokens in training: refused at once, with the path."""
-    module = nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H))
-    with pytest.raises(ValueError, match=r"Sequential cannot be tiled: 1 is a BatchNorm1d"):
-        tile(module)
+def test_batch_norm() -> None:
+    """Batch statistics depend on all tokens in training: refused in the first call."""
+    module = tile(nn.Sequential(nn.Linear(H, H), nn.BatchNorm1d(H)), num_shards=4)
+    with pytest.raises(NotPositionWiseError, match=r"Sequential"):
+        module(randn(40, H))
 
 
 @pytest.mark.low_precision
