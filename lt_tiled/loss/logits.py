@@ -21,7 +21,7 @@ from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import linear
 from lt_tiled.modules.patch import HOOKS, Order, SharedPatch, is_of
 from lt_tiled.tiling.call import TileFunction
-from lt_tiled.tiling.graph import check_closed, kept_tensors
+from lt_tiled.tiling.effects import check_leaves
 from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.pending import Deferred
 from lt_tiled.tiling.recompute import Precision, is_transformed, version_of
@@ -245,13 +245,12 @@ class DeferredLogits(Deferred):
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
                 first = next(tiles_run) == 0
-                before = kept_tensors(work) if first else {}
                 in_places = in_place(list(weights.values()), leaves)
                 with restored(state, "its backward pass"), one_thread(work.parts, patch.name), in_places:
                     found = _computed(patch, head, steps, rows)
                 if found.requires_grad and first:  # in each call: what was frozen in the first one counts too
                     known = [cast("Tensor", rows._base), *leaves]
-                    check_closed(found, known, work, before, f"the head of {patch.name}")
+                    check_leaves([found.grad_fn], set(map(id, known)), f"the head of {patch.name}")
                 return found
 
             return tiles.loss(logits, hidden, target, list(weights), vocab_size)

@@ -1,118 +1,72 @@
-"""What the self-check sees of a call beside its outputs: what it changes, draws and sends to other ranks."""
+"""What the self-check sees of a call besides its outputs: what it holds, changes, draws and sends, and its graph."""
 
 from __future__ import annotations
 
-import copy
-from collections import deque
-from collections.abc import Hashable
-from itertools import chain
-from types import MethodType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
+from lt_tiled.modules.patch import is_patched
 from lt_tiled.tiling.call import TiledCall
-from lt_tiled.tiling.graph import attributes
-from lt_tiled.tiling.recompute import RandomState, version_of
+from lt_tiled.tiling.recompute import RandomState
 
-SMALL = 2**20
-"""The most bytes of a buffer, or of another tensor in an attribute, that is restored."""
-PLAIN_TENSORS = (Tensor, nn.Parameter)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+# What modules hold
 
-
-class Held(NamedTuple):
-    """An attribute, a buffer, an argument, or what a container in them holds."""
-
-    label: str
-    value: Any
-    fact: Hashable
-    """Is equal as long as it is the same."""
-    copy: Any
-    """A copy of a container or a small tensor."""
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+_BY_VALUE = (int, float, complex, str, bytes, torch.Size, torch.device)
+Held = frozenset[tuple[str, Hashable, Hashable]]
+"""Names, places, and facts that are equal as long as what is there is the same."""
 
 
-class HeldState:
-    """What the modules and arguments of a call hold."""
-
-    def __init__(self, call: TiledCall) -> None:
-        self.call = call
-        self.held: dict[Hashable, Held] = {}
-        for index, value in enumerate(call.arguments.others):
-            self._note(index, f"its argument {index}", value)
-        for index, part in enumerate(call.function.parts):
-            name = type(part).__name__
-            for holder in (part.__dict__, part._buffers):
-                self.held[index, id(holder)] = Held(name, holder, id(type(part)), dict(holder))
-            for attribute, value in chain(attributes(part), part._buffers.items()):
-                self._note((index, attribute), f"{name}.{attribute}", value)
-
-    def _note(self, place: Hashable, label: str, value: Any) -> None:
-        fact: Hashable = id(value)
-        kept: Any = None
-        if isinstance(value, dict | list | tuple | deque):
-            fact = len(value)
-            kept = copy.copy(value)
-        elif isinstance(value, _PLAIN):
-            fact = value
-        elif isinstance(value, MethodType):
-            fact = id(value.__func__)
-        elif isinstance(value, Tensor) and value.grad_fn is not None:
-            fact = None  # the graph of the output tells whether it may be there
-        elif isinstance(value, Tensor):
-            fact = (id(value), version_of(value))
-            if type(value) in PLAIN_TENSORS and value.nbytes <= SMALL and not value.requires_grad:
-                kept = value.clone()
-        self.held[place] = Held(label, value, fact, kept)
-        # What a container holds.
-        if isinstance(value, dict):
-            for key, inside in value.items():
-                self._note((place, key), label, inside)
-        elif isinstance(value, list | tuple | deque):
-            for index, inside in enumerate(value):
-                self._note((place, index), label, inside)
-
-    def changes(self) -> list[str]:
-        """Return the labels of what is different now."""
-        now = HeldState(self.call).held
-        found: list[str] = []
-        for place in self.held.keys() | now.keys():
-            was = self.held.get(place, _ABSENT)
-            held = now.get(place, _ABSENT)
-            if was.fact != held.fact or not _is_equal(was.copy, held.copy):
-                found.append(was.label or held.label)
-        return sorted(found)
-
-    def restore(self) -> None:
-        """Put back what was there."""
-        for _, value, _, kept in self.held.values():
-            if isinstance(value, dict):
-                for key in value.keys() - kept.keys():
-                    del value[key]
-                value.update(kept)
-            elif isinstance(value, list | deque):
-                value.clear()
-                value.extend(kept)
-            elif not _is_equal(value, kept):
-                with torch.no_grad():
-                    value.copy_(kept)
+def held(parts: Sequence[nn.Module], others: Sequence[Any], fact_of: Callable[[Tensor], Hashable]) -> Held:
+    """Return what modules and arguments hold, also in containers, with such facts of tensors."""
+    values: list[tuple[str, Hashable, Any]] = [("its arguments", None, others)]
+    for index, part in enumerate(parts):
+        for holder in (part.__dict__, part._buffers, part._parameters):
+            for name, value in holder.items():
+                if holder is not part.__dict__ or _is_users(name, value):
+                    values.append((f"{type(part).__name__}.{name}", (index, type(part), name), value))
+    found: set[tuple[str, Hashable, Hashable]] = set()
+    for label, place, value in values:
+        for path, leaf in pytree.tree_leaves_with_path(value):
+            fact = leaf if isinstance(leaf, _BY_VALUE) else id(leaf)
+            found.add((label, (place, path), fact_of(leaf) if isinstance(leaf, Tensor) else fact))
+    return frozenset(found)
 
 
-_ABSENT = Held("", None, object(), None)
+def _is_users(name: str, value: Any) -> bool:
+    """Whether a module's own code or a user set an attribute, or it is its training mode."""
+    return name not in _OF_TORCH and not name.startswith("_lt_tiled") and not is_patched(value)
 
 
-def _is_equal(a: Any, b: Any) -> bool:
-    """Whether two small tensors have the same bits. What has no copy is equal if the fact is."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return True
-    return torch.equal(_bits(a), _bits(b))
+@contextmanager
+def copies_in_place(parts: Sequence[nn.Module], copy: Callable[[Any], Any]) -> Iterator[None]:
+    """Let copies stand in the places of tensors and containers that modules hold, so that nothing stays changed."""
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for part in parts:
+            for holder in (part.__dict__, part._buffers, part._parameters):
+                entries = dict(holder.items())
+                before.append((holder, entries))
+                for name, value in entries.items():
+                    if holder is not part.__dict__ or _is_users(name, value):
+                        # The dictionaries of ZeRO-3 have functions of their own.
+                        dict.__setitem__(holder, name, pytree.tree_map(copy, value))
+        yield
+    finally:
+        for holder, entries in before:
+            for name in holder.keys() - entries.keys():
+                del holder[name]
+            dict.update(holder, entries)
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+# What operations do
 
 
 class Probe(TorchDispatchMode):
@@ -124,7 +78,7 @@ class Probe(TorchDispatchMode):
         self.start = RandomState.now(call.device)
         self.drawn = 0
         self.dtypes: set[torch.dtype] = {torch.float64}
-        """The floating-point dtypes of what was computed."""
+        """The dtypes of what was computed."""
         self.parallel = any(hasattr(weight, "placements") for weight in call.weights)
         """Whether the weights are DTensors, whose ranks make equal tiles."""
 
@@ -136,27 +90,52 @@ class Probe(TorchDispatchMode):
                 f" would not answer. {REMEDY}"
             )
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-        found = self._drawn(func, args, kwargs) if draws else func(*args, **kwargs)
-        for leaf in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                self.dtypes.add(leaf.dtype)
+        if draws:
+            self.start.set()
+        found = func(*args, **kwargs)
+        leaves = found if isinstance(found, tuple | list) else (found,)
+        self.dtypes.update(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor))
+        if not draws:
+            return found
+        self.drawn += leaves[0].numel()
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(found[1])  # the backward pass scales both calls alike
+        _fill(leaves[0], func.name())
         return found
 
-    def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with self:
-            composed = func.decompose(*args, **kwargs)  # inference mode does not take dropout apart
-        if composed is not NotImplemented:
-            return composed
-        self.start.set()
-        drawn = func(*args, **kwargs)
-        self.drawn += (drawn if isinstance(drawn, Tensor) else drawn[0]).numel()
-        if func is torch.ops.aten.native_dropout.default:
-            return args[0].clone(), torch.ones_like(drawn[1])  # the backward pass scales both calls alike
-        if isinstance(drawn, Tensor) and drawn.numel() and "randperm" not in func.name():
-            if "multinomial" in func.name():
-                drawn.zero_()  # a category that each token has; what a token draws depends on its probabilities
-            elif drawn.is_floating_point() or drawn.dtype == torch.bool:
-                drawn.fill_(1.0 if "bernoulli" in func.name() else 0.6)  # which most masks keep
-            else:
-                drawn.fill_(int(drawn.flatten()[0]))
-        return drawn
+
+def _fill(drawn: Tensor, name: str) -> None:
+    """Let all tokens have drawn the same value."""
+    if "multinomial" in name:
+        drawn.zero_()  # a category that each token has; what a token draws depends on its probabilities
+    elif "bernoulli" in name:
+        drawn.fill_(1)
+    elif drawn.is_floating_point():
+        drawn.fill_(0.6)  # which most masks keep
+    elif drawn.numel():
+        drawn.fill_(int(drawn.flatten()[0]))
+
+
+# The graph of a tile: it must begin at the arguments and weights, and end at the outputs
+
+
+def check_leaves(ends: Iterable[Any], known: Container[int], name: str) -> set[Any]:
+    """Return the nodes of the graph that ends at some, and refuse leaves whose ids are not known."""
+    todo = list(ends)
+    nodes: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in nodes:
+            continue
+        nodes.add(node)
+        for following, _ in node.next_functions:
+            todo.append(following)
+        variable = getattr(node, "variable", None)  # of a leaf
+        # The link of an anchor has no elements.
+        if isinstance(variable, Tensor) and variable.numel() and id(variable) not in known:
+            raise NotPositionWiseError(
+                f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its"
+                " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it, or"
+                f" pass it as an argument. {REMEDY}"
+            )
+    return nodes

@@ -37,7 +37,7 @@ from lt_tiled.modules.patch import without_compiler
 from lt_tiled.recompute.compare import EPS, ROWS, VERDICT, Sample, fingerprint
 from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.cut import Assembly, each_tile
-from lt_tiled.tiling.graph import check_leaves
+from lt_tiled.tiling.effects import check_leaves
 from lt_tiled.tiling.last import LeavesOut, NotesInput, NotLeftOut, Root, find_last
 from lt_tiled.tiling.recompute import (
     PlainSavedTensors,

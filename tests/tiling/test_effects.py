@@ -52,16 +52,16 @@ def with_gradients(module: Any, y: Tensor) -> None:
         module.load += len(y)
 
 
-GRAPH, CHANGES = "keeps a tensor with a graph in its attribute", r"changes Does\."
+GRAPH, CHANGES = r"keeps a tensor with a graph in its attribute Does\.", r"changes Does\."
 ATTACHES = "has gradients that do not come from its output"
 EFFECTS: dict[str, tuple[What, str]] = {
     "attaches a mean": (lambda module, y: AttachedLoss.apply(y, y.square().mean()), ATTACHES),
     "attaches a loss of a weight": (lambda module, y: AttachedLoss.apply(y, module.up.weight.abs().mean()), ATTACHES),
-    "keeps a loss": (setting("loss", lambda module, y: y.mean()), f"{GRAPH} loss"),
-    "keeps a loss in a tuple": (setting("loss", lambda module, y: (0, y.mean())), f"{GRAPH} loss"),
-    "keeps a loss in a list": (lambda module, y: module.list.append(y.mean()), f"{GRAPH} list"),
-    "keeps a loss in a dict": (lambda module, y: module.dict.update(loss=y.mean()), f"{GRAPH} dict"),
-    "keeps a loss in a list of a dict": (lambda module, y: module.dict["nested"].append(y.mean()), f"{GRAPH} dict"),
+    "keeps a loss": (setting("loss", lambda module, y: y.mean()), f"{GRAPH}loss"),
+    "keeps a loss in a tuple": (setting("loss", lambda module, y: (0, y.mean())), f"{GRAPH}loss"),
+    "keeps a loss in a list": (lambda module, y: module.list.append(y.mean()), f"{GRAPH}list"),
+    "keeps a loss in a dict": (lambda module, y: module.dict.update(loss=y.mean()), f"{GRAPH}dict"),
+    "keeps a loss in a list of a dict": (lambda module, y: module.dict["nested"].append(y.mean()), f"{GRAPH}dict"),
     "keeps a value": (setting("loss", lambda module, y: y.mean().detach()), f"{CHANGES}loss"),
     "counts": (setting("calls", lambda module, y: module.calls + 1), f"{CHANGES}calls"),
     "counts in a tensor": (lambda module, y: module.load.add_(1), f"{CHANGES}load"),

@@ -90,19 +90,6 @@ def test_a_weight_that_is_not_registered(where: str, first: str, self_check: boo
         module(x).sum().backward()
 
 
-class KeepsLoss(GatedMLP):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)
-        self.aux = y.square().mean()
-        return y
-
-
-def test_a_loss_that_is_kept_is_refused() -> None:
-    """An auxiliary loss that a module keeps in an attribute would be that of one tile."""
-    with pytest.raises(NotPositionWiseError, match=r"KeepsLoss.* keeps a tensor with a graph in its attribute aux"):
-        tile(KeepsLoss(), num_shards=4)(randn(1, 40, H))
-
-
 class WithOffset(GatedMLP):
     """Has a plain tensor."""
 
