@@ -26,7 +26,7 @@ from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.pending import Deferred
 from lt_tiled.tiling.recompute import Precision, is_transformed, version_of
 from lt_tiled.tiling.state import LargestCall
-from lt_tiled.tiling.weights import in_place, one_thread, weights_of
+from lt_tiled.tiling.weights import in_places, one_thread, swapped, weights_of
 
 _ENGINES = ("torch.distributed.fsdp", "deepspeed", "lt_tiled")
 """Packages whose hooks on a head gather weights alone. Those of tensor parallelism change its input and output."""
@@ -245,8 +245,8 @@ class DeferredLogits(Deferred):
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
                 first = next(tiles_run) == 0
-                in_places = in_place(list(weights.values()), leaves)
-                with restored(state, "its backward pass"), one_thread(work.parts, patch.name), in_places:
+                swap = swapped(in_places(weights.values(), leaves))
+                with restored(state, "its backward pass"), one_thread(patch, patch.name), swap:
                     found = _computed(patch, head, steps, rows)
                 if found.requires_grad and first:  # in each call: what was frozen in the first one counts too
                     known = [cast("Tensor", rows._base), *leaves]

@@ -231,7 +231,8 @@ def _dispatcher(place: str, name: str, changed: Callable[..., Any]) -> Callable[
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         below = self.__dict__[place]
-        compiling = torch.compiler.is_compiling()  # while this function is traced
+        # While this function is traced; torch.export sees the module's own code.
+        compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
         # Compiled code fuses norms by itself.
         while compiling and isinstance(below, Patch) and below.order == Order.NEIGHBOR:
             below = below.below

@@ -19,8 +19,9 @@ such as DDP's, whose next step then fails. So the callback queues itself once mo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,6 +29,8 @@ from torch import Tensor
 
 ROWS = 1024
 """The most rows of a tensor that are compared."""
+FEW_ROWS = 64
+"""The most rows of a weight."""
 FEW = 4
 """So many of them may differ."""
 TOLERANCE = 3.0
@@ -116,3 +119,40 @@ class _Verdict:
 
 
 VERDICT = _Verdict()
+
+
+class Samples:
+    """The fingerprints of what the tiles of a call compute in one pass.
+
+    Args:
+        name: The name of the call in messages.
+        tiles: The number of tiles.
+        autocast: The dtype of autocast, if it is enabled.
+    """
+
+    def __init__(self, name: str, tiles: int, autocast: torch.dtype | None) -> None:
+        self.name, self.rows = name, ROWS // tiles + 1
+        self.eps = 0.0 if autocast is None else EPS[autocast]
+        self.tiles: list[Tensor] = []
+        self.weight: list[Tensor] = []
+        """Of a few rows of the last projection's weight: a recompute that leaves the projection out shows no change."""
+
+    def take(self, leaves: Iterable[Any]) -> None:
+        """Take the fingerprint of a tile, of the first of its tensors that has one."""
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.dtype in EPS and leaf.numel():
+                self.eps = max(self.eps, EPS[leaf.dtype])
+                self.tiles.append(fingerprint(leaf, self.rows))
+                return
+
+    def take_weight(self, weight: Tensor) -> None:
+        """Take that of the weight of the last projection."""
+        if weight.dtype in EPS:
+            self.weight = [fingerprint(weight, FEW_ROWS)]
+
+    def compare(self, now: Samples) -> None:
+        """Compare them with those of the recompute, at the end of the backward pass."""
+        for before, after in ((self.tiles, now.tiles), (self.weight, now.weight)):
+            if before and len(before) == len(after):
+                pair = torch.cat(before), torch.cat(after)
+                VERDICT.add(Sample(self.name, "lt_tiled.untile() it", now.eps, *pair))

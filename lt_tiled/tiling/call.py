@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.tiling.cut import Bounds, Tokens
 from lt_tiled.tiling.recompute import Precision
 from lt_tiled.tiling.state import Plan, Tiled
@@ -46,7 +44,7 @@ class TileFunction:
         """Return the function that runs a norm first, whose arguments, so many, take the place of the first one."""
         return TileFunction(
             partial(_run_both, norm.run, self.run, count),
-            (*norm.modules, *self.modules),
+            norm.modules + self.modules,
             (norm.key, self.key),
             [*norm.parts, *self.parts],
             [*norm.inside, *self.inside],
@@ -58,72 +56,36 @@ def _run_both(first: Callable[..., Any], second: Callable[..., Any], count: int,
     return second(first(*args[:count]), *args[count:], **kwargs)
 
 
-# Arguments
-
-
 @dataclass(frozen=True)
 class Arguments:
-    """``(args, kwargs)`` without the tensors in them and in their tuples.
+    """The arguments of a call without the tensors among them. What holds tensors itself is passed on as it is."""
 
-    Lists and dictionaries stay the caller's own objects, because a module may add to them.
-    """
-
-    tree: pytree.TreeSpec
     others: tuple[Any, ...]
+    names: tuple[str, ...]
+    """Of the last ones, which are given by name."""
     positions: tuple[int, ...]
-    plain: bool
-    """Whether the arguments are tensors alone, none of them by name or in a tuple."""
+    """Those of the tensors."""
 
     def call_with(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with other tensors in place of theirs."""
-        leaves = list(self.others)
+        values = list(self.others)
         for position, tensor in zip(self.positions, tensors, strict=True):
-            leaves[position] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        return args, kwargs
-
-    def refuse_gradients_inside(self, name: str) -> None:
-        """Refuse tensors that want a gradient inside lists and dictionaries, because they would get none.
-
-        Raises:
-            NotPositionWiseError: If there is one, and gradients are on.
-        """
-        containers = [leaf for leaf in self.others if isinstance(leaf, list | dict)]
-        for leaf in pytree.tree_leaves(containers) if torch.is_grad_enabled() else ():
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                raise NotPositionWiseError(
-                    f"{name} was given a tensor that requires a gradient inside a list or a dictionary, and it would"
-                    f" get none. Pass it as an argument of its own, or in a tuple. {REMEDY}"
-                )
+            values[position] = tensor
+        count = len(values) - len(self.names)
+        return tuple(values[:count]), dict(zip(self.names, values[count:], strict=True))
 
 
 def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Arguments]:
     """Return the tensors, and what is needed to call with others."""
-    if not kwargs and set(map(type, args)) <= _PLAIN:
-        return list(args), _plain_arguments(len(args))
-    whole = (args, kwargs)
-    leaves, tree = pytree.tree_flatten(whole, is_leaf=lambda node: node is not kwargs and not isinstance(node, tuple))
+    values = [*args, *kwargs.values()]
     tensors: list[Tensor] = []
     positions: list[int] = []
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
+    for position, value in enumerate(values):
+        if isinstance(value, Tensor):
+            tensors.append(value)
             positions.append(position)
-            leaves[position] = None
-    return tensors, Arguments(tree, tuple(leaves), tuple(positions), plain=False)
-
-
-_PLAIN = {Tensor, nn.Parameter}
-
-
-@cache
-def _plain_arguments(count: int) -> Arguments:
-    """Return those of a call with so many tensors and nothing else."""
-    tree = pytree.tree_structure(((0,) * count, {}))
-    return Arguments(tree, (None,) * count, tuple(range(count)), plain=True)
-
-
-# One call
+            values[position] = None
+    return tensors, Arguments(tuple(values), tuple(kwargs), tuple(positions))
 
 
 class TiledCall:
@@ -158,6 +120,9 @@ class TiledCall:
         """Whether a backward pass may follow."""
         self.kind = self._kind()
         """Tells whether another call runs the same code."""
+        plain = len(inputs) == len(arguments.others) and not arguments.names
+        self.run: Callable[..., Any] = function.run if plain else self._run
+        """Runs the function on the tensors of one tile."""
 
     def _kind(self) -> tuple[Hashable, ...]:
         # Auxiliary losses are computed in training only, a batch of one row does not show what mixes rows, and frozen
@@ -167,22 +132,14 @@ class TiledCall:
         wants = (*self.wants_grad, torch.is_grad_enabled(), len(self.weights))
         return self.function.key, training, several, wants, self.precision
 
-    def plan(self) -> Plan | None:
-        """Return what is known of calls of this kind; ``None`` if it is the first one."""
-        last = self.function.modules[-1]
-        if self.tiled.tiling.compile is not False:
-            return Plan(None)
-        # A projection is its own last projection, and runs in tiles without its hooks.
-        if type(last) is nn.Linear and self.kind not in self.tiled.plans:
-            return Plan(last)
-        return self.tiled.plans.get(self.kind)
-
-    def run(self, tile: Sequence[Tensor]) -> Any:
-        """Run the function on the tensors of one tile."""
-        if self.arguments.plain:
-            return self.function.run(*tile)
+    def _run(self, *tile: Tensor) -> Any:
         args, kwargs = self.arguments.call_with(tile)
         return self.function.run(*args, **kwargs)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is known of calls of this kind; ``None`` if it is the first one."""
+        return self.tiled.plans.get(self.kind)
 
     def tiles(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         """Yield the tensors of each tile: its part of those that have a row for each token, and the others whole."""

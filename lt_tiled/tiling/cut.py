@@ -51,20 +51,15 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, sizes: MLPSizes |
     Memory that a tile frees then fits the next one. ``tile_tokens`` is the most tokens of a tile.
 
     ``"auto"`` uses ``ceil(12 * intermediate_size / hidden_size)`` tiles: the widest tensor of a tile is then a twelfth
-    as large as the hidden states of all tokens. The six such tensors that a gated MLP holds in its backward pass are
-    half as large, so the peak of a block is about what attention holds (``pytest tests/planner/test_floor.py``),
-    and each further tile would cost time on the host and save little. Where the size is not known it uses
-    ``ceil(tokens / hidden_size)``, as Arctic Long Sequence Training does (arXiv:2506.13996). Where the size is known no
-    tile has more than :data:`MAX_TILE_TOKENS` tokens, unless it needs as many for its gradient sums.
+    as large as the hidden states of all tokens, and the peak of a block about what attention holds (``pytest
+    tests/planner/test_floor.py``). Each further tile would cost time on the host and save little. Of a mixture of
+    experts, ``intermediate_size`` is that of an MLP with the weights that a token uses. Where the sizes are not known
+    it uses ``ceil(tokens / hidden_size)``, as Arctic Long Sequence Training does (arXiv:2506.13996).
 
-    A mixture of experts has as many tiles as an MLP of its active ``intermediate_size``: the one with the weights that
-    a token uses, which are those of ``top_k`` experts and the shared ones. But a tile sums the gradients of all
-    experts, so it needs more tokens.
-
-    With ``"auto"`` no tile has fewer than :data:`MIN_TILE_TOKENS` tokens. Where the sums are too large for the cache,
-    none has fewer than :data:`LARGE_TILE_TOKENS`, nor so few that the sums take more than :data:`MAX_SUMS_SHARE` of the
-    time of its arithmetic. Every tile has two or more: one does not show the layout of an output, and the compiler
-    treats sizes of one apart.
+    A tile has at most :data:`MAX_TILE_TOKENS` tokens and at least :data:`MIN_TILE_TOKENS`. Where the gradient sums,
+    of a mixture those of all experts, are too large for the cache, it has :data:`LARGE_TILE_TOKENS` and as many more as
+    keep the sums at :data:`MAX_SUMS_SHARE` of its time. No tile has a single token: it would not show the layout of an
+    output, and the compiler treats sizes of one apart.
     """
     return list(_bounds(tiling.tile_tokens, tiling.num_shards, tokens, hidden_size, sizes))
 
@@ -150,7 +145,7 @@ class Tokens:
         """Return each tile of ``[B, S, ...]`` as the module sees it: a view where the strides allow it."""
         if len(bounds) == 1:  # in its own layout
             return [whole.view_as(whole)]
-        flat, size = self.flatten(whole), bounds[0][1]
+        flat, size = whole.reshape(self.count, *whole.shape[len(self.lead) :]), bounds[0][1]
         last = bounds[-1][1] - bounds[-1][0]
         # Tiles of the first size come first, then those of the last.
         first = len(bounds) if size == last else (self.count - last * len(bounds)) // (size - last)
@@ -165,17 +160,43 @@ class Tokens:
 _LEAF = pytree.tree_structure(0)
 
 
+def flatten(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Return the leaves of a tile's output, and how they go together."""
+    return ([output], _LEAF) if isinstance(output, Tensor) else pytree.tree_flatten(output)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the outputs of tiles go together."""
+
+    tree: pytree.TreeSpec
+    flat: tuple[bool, ...]
+    """Of each output, whether it is ``[tokens, ...]`` for hidden states ``[B, S, H]``, as of a router."""
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], tree: pytree.TreeSpec, tokens: Tokens, size: int, name: str) -> Layout:
+        """Return that of a tile of so many tokens.
+
+        Raises:
+            NotPositionWiseError: If an output is not per token.
+        """
+        flat: list[bool] = []
+        for index, leaf in enumerate(leaves):
+            whole = isinstance(leaf, Tensor) and leaf.shape[: len(tokens.lead)] == tokens.tile_lead(size)
+            if not whole and not (isinstance(leaf, Tensor) and leaf.shape[:1] == (size,)):
+                what = f"of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+                raise NotPositionWiseError(
+                    f"{name}: output {index} ({what}) is not per token, so it would change with the tiles. {REMEDY}"
+                )
+            flat.append(not whole)
+        return cls(tree, tuple(flat))
+
+
 class Assembly:
-    """Collects the tiles' outputs into tensors of the untiled shape, ``wholes``, that are allocated once.
+    """Collects the tiles' outputs into tensors of the untiled shape, ``wholes``, which are allocated once."""
 
-    After the forward pass its layout is used once more, for the outputs' gradients.
-    """
-
-    def __init__(self, tokens: Tokens, bounds: Sequence[Bounds], name: str) -> None:
-        self.tokens, self.bounds, self.name = tokens, bounds, name
-        self.tree: pytree.TreeSpec | None = None
-        self.flat: list[bool] = []
-        """Of each output, whether it is ``[tokens, ...]`` for hidden states ``[B, S, H]``, as of a router."""
+    def __init__(self, tokens: Tokens, bounds: Sequence[Bounds], name: str, layout: Layout | None = None) -> None:
+        self.tokens, self.bounds, self.name, self.layout = tokens, bounds, name, layout
         self.wholes: list[Tensor] = []
         self._tiles: list[Sequence[Tensor]] = []
         """Of each output, where the tiles' values go."""
@@ -184,56 +205,40 @@ class Assembly:
         """Put the output of a tile into its place.
 
         Raises:
-            NotPositionWiseError: If it is not per token, or its structure is not that of the first tile's.
+            NotPositionWiseError: If it is not per token, or not like that of the first tile.
         """
-        leaves, tree = ([output], _LEAF) if isinstance(output, Tensor) else pytree.tree_flatten(output)
-        if self.tree is None:
-            self._allocate(leaves, tree)
-        if tree is not self.tree and tree != self.tree:
-            raise self._changes()
-        for tiles, leaf in zip(self._tiles, leaves, strict=True):
-            if not isinstance(leaf, Tensor) or leaf.shape != tiles[index].shape:
-                raise self._changes()
-            tiles[index].copy_(leaf)
+        leaves, tree = flatten(output)
+        if self.layout is None:
+            self.layout = Layout.of(leaves, tree, self.tokens, self.bounds[0][1], self.name)
+        if index == 0:
+            self._allocate(leaves)
+        same = tree == self.layout.tree
+        for tiles, leaf in zip(self._tiles, leaves, strict=False):
+            same = same and isinstance(leaf, Tensor) and leaf.shape == tiles[index].shape
+            if same:
+                tiles[index].copy_(leaf)
+        if not same:
+            raise NotPositionWiseError(
+                f"{self.name}: the structure or the shapes of its output change from tile to tile, so it cannot be"
+                f" tiled. {REMEDY}"
+            )
 
-    def _allocate(self, leaves: Sequence[Any], tree: pytree.TreeSpec) -> None:
-        size, lead = self.bounds[0][1] - self.bounds[0][0], self.tokens.lead
-        for index, leaf in enumerate(leaves):
-            self.flat.append(self._is_flat(index, leaf, size))
-            shape = (self.tokens.count, *leaf.shape[1:]) if self.flat[-1] else (*lead, *leaf.shape[len(lead) :])
+    def _allocate(self, outputs: Sequence[Tensor]) -> None:
+        assert self.layout is not None
+        lead = self.tokens.lead
+        for output, flat in zip(outputs, self.layout.flat, strict=False):  # another number of them is refused
+            shape = (self.tokens.count, *output.shape[1:]) if flat else (*lead, *output.shape[len(lead) :])
             # In the final shape, not as a view: what a Function returns may be changed in place only if it is none.
-            self.wholes.append(leaf.new_empty(shape))
-            self._tiles.append(self._cut(self.wholes[-1], self.flat[-1]))
-        self.tree = tree
-
-    def _is_flat(self, index: int, leaf: Any, size: int) -> bool:
-        if isinstance(leaf, Tensor) and leaf.shape[: len(self.tokens.lead)] == self.tokens.tile_lead(size):
-            return False
-        if isinstance(leaf, Tensor) and leaf.shape[:1] == (size,):
-            return True
-        what = f"of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-        raise NotPositionWiseError(
-            f"{self.name}: output {index} ({what}) is not per token, so it would change with the tiles. {REMEDY}"
-        )
-
-    def _changes(self) -> NotPositionWiseError:
-        return NotPositionWiseError(
-            f"{self.name}: the structure or the shapes of its output change from tile to tile, so it cannot be tiled."
-            f" {REMEDY}"
-        )
+            self.wholes.append(output.new_empty(shape))
+            self._tiles.append(self._cut(self.wholes[-1], flat))
 
     def _cut(self, whole: Tensor, flat: bool) -> Sequence[Tensor]:
         return whole.split([high - low for low, high in self.bounds]) if flat else self.tokens.tiles(whole, self.bounds)
 
-    def take(self) -> tuple[tuple[Tensor, ...], pytree.TreeSpec]:
-        """Return the outputs and how they go together, and keep none of them."""
-        assert self.tree is not None
-        wholes, self.wholes, self._tiles = tuple(self.wholes), [], []
-        return wholes, self.tree
-
     def gradients(self, given: Sequence[Tensor | None]) -> Iterator[tuple[Tensor | None, ...]]:
         """Yield for each tile the gradients of its outputs, from those of the whole ones."""
+        assert self.layout is not None
         columns: list[Iterable[Tensor | None]] = []
-        for whole, flat in zip(given, self.flat, strict=True):
+        for whole, flat in zip(given, self.layout.flat, strict=True):
             columns.append(repeat(None, len(self.bounds)) if whole is None else self._cut(whole, flat))
         return zip(*columns, strict=True)

@@ -9,8 +9,7 @@ module. Where the value is used after all, all tiles are recomputed in full, in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.modules.patch import is_of
-from lt_tiled.tiling.weights import GradientSum
+from lt_tiled.tiling.call import TileFunction
+from lt_tiled.tiling.weights import Entry, GradientSum, swapped
 
 FORWARD = "_lt_tiled_last"
 """The attribute of a patched projection that holds what runs in place of its own forward."""
@@ -34,8 +34,42 @@ class NotLeftOut(Exception):
     """The output of the last projection is used, or is not what the tile returns."""
 
 
-def find_last(run: Callable[[], Any]) -> tuple[Any, nn.Linear | None, Any]:
-    """Run a tile; return its output, the linear module whose output that is, if there is one, and its input."""
+class LastInput:
+    """While tiles run, sees the input of their last projection, if they have one."""
+
+    def __init__(self, linear: nn.Linear | None) -> None:
+        self.linear: Any = linear
+        self._input: Tensor | None = None
+        self._output: Any = None
+
+    def entries(self) -> list[Entry]:
+        """Return the entry with which it stands in place of the projection."""
+        if self.linear is None:
+            return []
+        # A patched one is asked for below its patches.
+        name = FORWARD if "forward" in self.linear.__dict__ else "forward"
+        return [(self.linear.__dict__, name, self._forward)]
+
+    def _forward(self, input: Tensor) -> Tensor:
+        self._input, self._output = input, nn.Linear.forward(self.linear, input)
+        output: Tensor = self._output
+        return output
+
+    def input_of(self, output: Any) -> Tensor | None:
+        """Return the input of the projection in the tile that ran, if that made the tile's output."""
+        input, own = self._input, self._output
+        self._input = self._output = None
+        return input if own is output else None
+
+
+def find_last(function: TileFunction, run: Callable[[], Any]) -> tuple[Any, LastInput]:
+    """Run the first tile; return its output, and what sees the linear module that made it, if one did."""
+    own = function.modules[-1]
+    # A projection is its own last one, and runs in tiles without its hooks.
+    if type(own) is nn.Linear:
+        last = LastInput(own)
+        with swapped(last.entries()):
+            return run(), last
     seen: list[tuple[nn.Module, Any, Any]] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -45,55 +79,16 @@ def find_last(run: Callable[[], Any]) -> tuple[Any, nn.Linear | None, Any]:
     with register_module_forward_hook(note):
         output = run()
     made = [(module, args) for module, args, own in seen if own is output]
-    if len(made) != 1:
-        return output, None, None
-    (module, args), *_ = made
     # A hook of the module would read what is left out.
-    if module._forward_hooks or len(args) != 1:
-        return output, None, None
-    return output, module, args[0]  # type: ignore[return-value]
+    if len(made) != 1 or made[0][0]._forward_hooks or len(made[0][1]) != 1:
+        return output, LastInput(None)
+    linear, (input,) = made[0]
+    last = LastInput(linear)  # type: ignore[arg-type]
+    last._input, last._output = input, output
+    return output, last
 
 
-@contextmanager
-def _instead(linear: nn.Linear, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a linear module run something else for a while; a patched one is asked for below its patches."""
-    name = FORWARD if "forward" in linear.__dict__ else "forward"
-    try:
-        try:
-            linear.__dict__[name] = forward
-            yield
-        finally:
-            linear.__dict__.pop(name, None)
-    finally:  # again, after Ctrl-C in the first attempt
-        linear.__dict__.pop(name, None)
-
-
-class NotesInput:
-    """While tiles run, notes the input of their last projection, if they have one."""
-
-    def __init__(self, linear: nn.Linear | None) -> None:
-        self.linear: Any = linear
-        self._made: list[tuple[Tensor, Tensor]] = []
-
-    def in_place(self) -> AbstractContextManager[None]:
-        """Let it see the projection in the tiles that run inside."""
-        return nullcontext() if self.linear is None else _instead(self.linear, self._forward)
-
-    def _forward(self, input: Tensor) -> Tensor:
-        output = nn.Linear.forward(self.linear, input)
-        self._made.append((input, output))
-        return output
-
-    def input_of(self, output: Any) -> Tensor | None:
-        """Return the input of the projection in the tile that ran, if that made the tile's output."""
-        made, self._made = self._made, []
-        for input, own in made:
-            if own is output:
-                return input
-        return None
-
-
-class LeavesOut(NotesInput):
+class LeavesOut(LastInput):
     """While a tile runs, leaves out its last projection: see NOTE [What the recompute leaves out].
 
     Args:
@@ -107,17 +102,15 @@ class LeavesOut(NotesInput):
         self, linear: nn.Linear, weight: GradientSum | None, bias: GradientSum | None, dtype: torch.dtype | None
     ) -> None:
         super().__init__(linear)
-        self._input: Tensor | None = None
-        """The input of the projection in the tile that runs."""
         self._rows: Tensor | None = None
-        """That input, flat and without a graph, when the tile ran."""
+        """The input, flat and without a graph."""
         self._outputs: dict[Any, _Unread] = {}
-        """What stands for its output, for tiles of each size."""
+        """What stands for the output, for tiles of each size."""
         self._sums, self._dtype = (weight, bias), dtype
         self._held = linear.weight if weight is None else weight.leaf
         self._bias = linear.bias if bias is None else bias.leaf
         held = self._held.detach()
-        self._is_wrapped = is_traceable_wrapper_subclass(held)
+        self._is_plain = not (is_traceable_wrapper_subclass(held) or held.is_complex())  # type: ignore[unreachable]
         self._weight = held if dtype is None else held.to(dtype)
 
     def _forward(self, input: Tensor) -> Tensor:
@@ -130,8 +123,8 @@ class LeavesOut(NotesInput):
         linear = self.linear
         if self._input is not None or linear.weight is not self._held or linear.bias is not self._bias:
             raise NotLeftOut
-        wrapped = is_traceable_wrapper_subclass(input)
-        if dtype.is_complex or self._is_wrapped or wrapped:
+        wrapped: bool = is_traceable_wrapper_subclass(input)
+        if wrapped or not self._is_plain:
             raise NotLeftOut
         self._input, self._version = input, input._version
         shape = (*input.shape[:-1], self._weight.shape[0])
@@ -140,7 +133,7 @@ class LeavesOut(NotesInput):
         if key not in self._outputs:
             self._outputs[key] = _NoValue.apply(shape, dtype, torch.empty(0, device=input.device, requires_grad=wants))
         self._output = self._outputs[key]
-        return self._output
+        return self._outputs[key]
 
     def input_of(self, output: Any) -> Tensor:
         """Return the input of the projection in the tile that ran, ``[t, in]``, without a graph.
@@ -148,25 +141,24 @@ class LeavesOut(NotesInput):
         Raises:
             NotLeftOut: If the tile returned something else than its output, or may have read that.
         """
-        input = self._input
-        if input is None or output is not self._output or self._output.read or input._version != self._version:
+        input, own = self._input, self._output
+        if input is None or output is not own or own.read or input._version != self._version:
             raise NotLeftOut
         # Hooks of torch follow modules. A user's may read the value.
-        if self._output._backward_hooks:
-            for hook in self._output._backward_hooks.values():
-                if not is_of(hook, ("torch.",)):
-                    raise NotLeftOut
+        for hook in (own._backward_hooks or {}).values():
+            if not is_of(hook, ("torch.",)):
+                raise NotLeftOut
         self._rows = input.detach().flatten(0, -2)
         return self._rows
 
     def roots(self, gradient: Tensor | None) -> list[Root]:
-        """Add the gradients of weight and bias to their sums, given that of the output ``[..., out]``.
+        """Add the gradients of weight and bias to their sums, given that of the output, ``[..., out]``.
 
         Returns:
             Where the rest of the tile's graph ends, with its gradient.
         """
         input, self._input = self._input, None
-        flat, self._rows = self._rows, None  # [t, in]
+        flat, self._rows = self._rows, None
         if gradient is None or input is None or flat is None:
             return []
         rows, (weight, bias) = gradient.flatten(0, -2), self._sums  # [t, out]

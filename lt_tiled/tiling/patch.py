@@ -21,7 +21,7 @@ On several ranks, what runs untiled passes its weights through an anchor: see NO
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,15 +46,14 @@ from lt_tiled.modules.patch import (
     roots,
     set_patch,
 )
-from lt_tiled.policies import Tiling
+from lt_tiled.policies import CompileOptions, Tiling
 from lt_tiled.tiling.call import TiledCall, TileFunction, split_arguments
 from lt_tiled.tiling.check import check_position_wise
-from lt_tiled.tiling.compiled import compiled
 from lt_tiled.tiling.cut import Tokens, memory_order, tile_bounds
 from lt_tiled.tiling.last import FORWARD
-from lt_tiled.tiling.pending import Pending, none_left, output_of, values
+from lt_tiled.tiling.pending import Output, Pending, none_left, output_of, values
 from lt_tiled.tiling.recompute import is_transformed
-from lt_tiled.tiling.recorded import CAPTURING, active_collector, is_recorded, run_recorded
+from lt_tiled.tiling.recorded import CAPTURING, active_collector, is_recorded, record, run_recorded
 from lt_tiled.tiling.run import Through, is_real, run_tiled, run_untiled, several_ranks
 from lt_tiled.tiling.state import EngineNeeds, Owner, Tiled, TileSpec
 from lt_tiled.tiling.weights import one_thread
@@ -62,6 +61,9 @@ from lt_tiled.tiling.weights import one_thread
 CallWithInputs = tuple[TiledCall, list[Tensor]]
 _NO_USERS = ("torch.", "deepspeed.", "lt_tiled.", CAPTURING)
 """Packages whose hooks compute weights, follow modules or record outputs."""
+
+
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 # Setting patches, and removing them
@@ -91,7 +93,6 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
         requested=tileable.named,
         is_lone_norm=norm_of is not None,
         pends=bool(tileable.after),
-        joins=bool(tileable.before),
     )
     patch = TiledPatch(spec, tiling, needs, owner)
     set_patch(module, patch, tileable.method)
@@ -99,7 +100,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
         for neighbor in neighbors:
             if get_patch(neighbor, TiledPatch) is None:  # what several modules share is the first one's neighbor
                 alone = not (spec.is_lone_norm or is_one_kernel(neighbor))
-                own = replace(spec, parts=None, below=(), pends=before, joins=not before, alone=alone)
+                own = replace(spec, parts=None, below=(), pends=before, alone=alone)
                 set_patch(neighbor, TiledPatch(own, tiling, needs, owner, patch))
     if tileable.parent is not None and get_patch(tileable.parent, Boundary) is None:
         set_patch(tileable.parent, Boundary(owner))
@@ -170,6 +171,9 @@ class TiledPatch(Tiled, Patch):
         leader: The patch whose tiles it may share: of the MLP, or of the norm before projections.
     """
 
+    compiled_tile: Callable[..., Any] | None = None
+    """What runs on a tile with ``Tiling(compile=...)``."""
+
     @property
     def order(self) -> Order:  # type: ignore[override]
         """Compiled code goes past what is on norms, which the compiler fuses anyway, and on the projections behind."""
@@ -189,8 +193,8 @@ class TiledPatch(Tiled, Patch):
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, TiledPatch)
-        copy.leader = memo.get(id(self.leader)) or self.leader.__deepcopy__(memo)  # type: ignore[assignment]
-        copy.needs, copy.largest = deepcopy(self.needs, memo), replace(self.largest)
+        copy.leader = deepcopy(self.leader, memo)
+        copy.needs, copy.largest, copy.compiled_tile = deepcopy(self.needs, memo), replace(self.largest), None
         copy.forget()
         return copy
 
@@ -203,63 +207,53 @@ class TiledPatch(Tiled, Patch):
         """Run a call: see NOTE [How a call runs]."""
         if not self.leader.active:
             return self.inner(module, *values(args), **values(kwargs))
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            raise RuntimeError(
-                f"{self.name} is tiled, and torch.export and torch.jit cannot go through its tiles: call"
-                " lt_tiled.untile() on it first."
-            )
         self.needs.update(module)
-        function = self._function(module)
-        with one_thread(function.parts, self.name):
-            return self._run(function, module, args, kwargs)
+        with one_thread(self, self.name):
+            return self._run(module, args, kwargs)
 
-    def _run(self, function: TileFunction, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # 1. What runs on a tile.
-        if self.untiled:
-            return self._run_untiled(function, partial(self.inner, module, *values(args), **values(kwargs)))
-        made: CallWithInputs | Untiled | None = None
-        through: Through = {}
-        order = None
-        collector = active_collector() if is_recorded(function.inside) else None
+    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # 1. What runs on a tile, with what transformers records in it.
+        function = self._function(module)
+        collector = active_collector(function.inside)
         if collector is not None:
             function = replace(function, run=partial(run_recorded, function.run, tuple(collector)), key=(id(self), ""))
-        # 2. Together with the norm that is pending before it, or alone.
+        # 2. Together with the norm that is pending before it,
         pending = args[0] if args else None
-        if isinstance(pending, Pending) and pending.may_join(self.leader):
+        order: list[int] | None = None
+        through: Through = {}
+        made: CallWithInputs | Untiled = Untiled("check")
+        if isinstance(pending, Pending) and pending.may_join(self.leader) and not self.untiled:
             together, both = pending.followed_by(function, (pending, *values(args[1:])))
             made, through = self.decide(together, both, values(kwargs)), pending.through
-            if isinstance(made, Untiled):
-                self.refused |= {together.key} if made.error is not None else set()
-                made = None
-        if made is None:
+            if isinstance(made, Untiled) and made.error is not None:
+                self.refused.add(together.key)
+        # or alone. A norm of each head gets its tokens as they lie in memory: else its input would be copied.
+        if isinstance(made, Untiled):
             args, kwargs = values((args, kwargs))
-            # A norm of each head gets its tokens as they lie in memory: else its input would be copied.
-            order = memory_order(args[0]) if args and self.spec.is_lone_norm and not self.spec.pends else None
+            through = {}
+            if args and self.spec.is_lone_norm and not self.spec.pends:
+                order = memory_order(args[0])
             ordered = args if order is None else (args[0].permute(order), *args[1:])
-            made, through = self.decide(function, ordered, kwargs), {}
+            made = self.decide(function, ordered, kwargs)
         # 3. Untiled.
         if isinstance(made, Untiled):
             self._accept(made, module)
             return self._run_untiled(function, partial(self.inner, module, *args, **kwargs))
         # 4. In the tiles of what follows, if that takes its output.
         call, inputs = made
-        if self.is_leader or call.function.joined:
-            self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind, str(self.tiling))
-        later = self._later(module, call, inputs, through)
-        if later is not None:
-            return later
-        if not (self.spec.alone or call.function.joined):
+        joined = call.function.joined
+        if self.is_leader or joined:
+            self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind, self.tiling)
+        output = self._output_if_pending(module, call, inputs)
+        if output is not None:
+            return Pending.of(call, inputs, through, self.leader, output)
+        if not (self.spec.alone or joined):
             return self._run_untiled(function, partial(self.inner, module, *args, **kwargs))
         # 5. In tiles of its own.
-        output = run_tiled(call, inputs, through)
+        result = run_tiled(call, inputs, through)
         if order is not None:
-            return output.permute([order.index(index) for index in range(len(order))])
-        if collector is None:
-            return output
-        output, found = output
-        for key, tensors in found.items():
-            collector[key].extend(tensors)
-        return output
+            return result.permute([order.index(index) for index in range(len(order))])
+        return result if collector is None else record(result, collector)
 
     def _function(self, module: nn.Module) -> TileFunction:
         """Return what runs on a tile: the module's own code below this patch."""
@@ -274,23 +268,25 @@ class TiledPatch(Tiled, Patch):
 
     def decide(self, function: TileFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallWithInputs | Untiled:
         """Return the call to run in tiles, or why it runs untiled."""
-        if is_transformed():
+        if is_transformed() or torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return Untiled("transform")
-        if function.key in self.refused:
+        if self.untiled or function.key in self.refused:
             return Untiled("check")
         for part in function.inside:
             if has_users_hook(part):
                 return Untiled("hook", type(part).__name__)
         inputs, arguments = split_arguments(args, kwargs)
-        floating = [t for t in inputs if t.is_floating_point() and t.dim() > 1]
-        if not floating or floating[0].is_nested or hasattr(floating[0], "placements"):  # a DTensor
+        hidden = None
+        for tensor in inputs:
+            if tensor.is_floating_point() and tensor.dim() > 1:
+                hidden = tensor
+                break
+        if hidden is None or hidden.is_nested or hasattr(hidden, "placements"):  # a DTensor
             return Untiled("inputs")
-        hidden = floating[0]
         tokens = Tokens(hidden.shape[:-1])
         bounds = tile_bounds(self.tiling, tokens.count, hidden.shape[-1], self.spec.sizes)
+        call = TiledCall(function, inputs, arguments, tokens, bounds, self)
         try:
-            arguments.refuse_gradients_inside(self.name)
-            call = TiledCall(function, inputs, arguments, tokens, bounds, self)
             if self._is_due(call, inputs) and check_position_wise(call, inputs, self.owner):
                 self.checked.add(call.kind)
         except NotPositionWiseError as error:
@@ -304,30 +300,31 @@ class TiledPatch(Tiled, Patch):
         input must not wait for another that refuses. That a norm may share the tiles of what follows is a guess, so it
         is checked whatever the policy says.
         """
+        if call.kind in self.checked:
+            return False
         guessed = self.spec.is_lone_norm or call.function.joined
         wanted = is_real(inputs[0]) and (guessed or self.tiling.self_check)
         early = not self.spec.is_lone_norm and torch.is_grad_enabled()
         long_enough = call.tokens.count > 1 and (early or len(call.bounds) > 1)
-        return wanted and long_enough and call.kind not in self.checked
+        return wanted and long_enough
 
     # Run
 
-    def _later(self, module: nn.Module, call: TiledCall, inputs: list[Tensor], through: Through) -> Pending | None:
-        """Return a pending output where what follows may take it: see NOTE [Pending]."""
+    def _output_if_pending(self, module: nn.Module, call: TiledCall, inputs: list[Tensor]) -> Output | None:
+        """Return what the output is like where what follows may take it: see NOTE [Pending]."""
         if not (self.spec.pends and self.needs.pending and call.differentiable) or self.innermost.compiled:
             return None
         # A recompute records nothing, and must run as the forward pass did.
         if has_users_hook(module) or is_recorded(call.function.inside):
             return None
-        if not all(type(t) in (Tensor, nn.Parameter, FakeTensor) and not t.is_inference() for t in inputs):
-            return None
+        for tensor in inputs:
+            if type(tensor) not in _PLAIN or tensor.is_inference():
+                return None
         key = call.kind, *(t.dtype for t in inputs)
         if key not in self.outputs:
             self.outputs[key] = output_of(call, inputs)
-        output = self.outputs[key]
-        if output is None:
-            return None
-        return Pending.of(call, inputs, through, self.leader, output)
+        output: Output | None = self.outputs[key]
+        return output
 
     def _run_untiled(self, function: TileFunction, inner: Callable[[], Any]) -> Any:
         """Run the module as it is, where ranks may differ with its weights behind an anchor."""
@@ -373,6 +370,14 @@ def _run_linear(module: nn.Module, below: Callable[..., Any], input: Tensor) -> 
     """Run a projection, or what leaves it out: see NOTE [What the recompute leaves out]."""
     output: Tensor = module.__dict__.get(FORWARD, below)(input)
     return output
+
+
+def compiled(function: Callable[..., Any], options: Literal[True] | CompileOptions) -> Callable[..., Any]:
+    """Return a function that runs compiled, with the arguments of ``torch.compile`` in ``options``."""
+    given: Mapping[str, Any] = {} if options is True else options
+    # Inductor's own random numbers would differ between the forward pass and the recompute.
+    run: Callable[..., Any] = torch._inductor.config.patch(fallback_random=True)(torch.compile(function, **given))
+    return run
 
 
 def has_users_hook(module: nn.Module) -> bool:

@@ -6,8 +6,7 @@ A norm whose output may go into the tiles of what follows it, an MLP or the proj
 between them never exists in full. Any other use runs it at once and goes on with its value, so the block's own code
 decides, and a wrong guess costs nothing else. The tensor has its place in the graph from the beginning: a custom
 autograd Function, which goes past Python's operators, gets the right value and gradient as well. Nothing that is
-pending leaves its block, whose engine may free the weights. What draws random numbers is never pending: a second use
-would draw others.
+pending leaves its block, whose engine may free the weights.
 """
 
 from __future__ import annotations
@@ -24,15 +23,8 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.patch import is_of
 from lt_tiled.tiling.call import TiledCall, TileFunction
-from lt_tiled.tiling.recompute import (
-    PlainSavedTensors,
-    Precision,
-    RandomState,
-    hidden_from_modes,
-    random_state_kept,
-    version_of,
-)
-from lt_tiled.tiling.run import Edges, Through, run_later, run_now
+from lt_tiled.tiling.recompute import PlainSavedTensors, Precision, RandomState, hidden_from_modes, random_state_kept
+from lt_tiled.tiling.run import Edges, Through, Trace, run_later, run_now
 
 
 class Deferred(Tensor):
@@ -123,18 +115,13 @@ class Pending(Deferred):
 
     call: TiledCall
     inputs: Sequence[Tensor]
-    versions: list[int]
-    """Of the inputs and weights."""
-    box: list[Any]
-    """The call's trace, once it ran."""
+    box: list[Trace]
+    """What the call leaves for its backward pass, once it ran."""
     edges: Edges
     group: Any
     """Who may run it in its tiles."""
-    is_joined = False
-    """Whether what follows runs it in its tiles."""
     _data: Tensor | None
     _value: Tensor | None
-    _version_of_value: int
 
     @classmethod
     def of(cls, call: TiledCall, inputs: Sequence[Tensor], through: Through, group: Any, output: Output) -> Pending:
@@ -143,29 +130,12 @@ class Pending(Deferred):
         pending: Pending = cls.like((*call.tokens.lead, *tail), dtype, call.device)
         pending.call, pending.inputs, pending.group, pending.box = call, inputs, group, []
         pending._data = pending._value = None
-        pending.versions = pending._versions()
         inside = _inside.get()
         if inside is not None:
             inside.append(weakref.ref(pending))
+        # The anchor saves inputs and weights as they are now, so autograd refuses those that change before it runs.
         pending.edges = run_later(call, inputs, through, pending.box, pending)
         return pending
-
-    def _versions(self) -> list[int]:
-        return [version_of(tensor) for tensor in (*self.inputs, *self.call.weights)]
-
-    def _refuse_if_changed(self) -> None:
-        if self._versions() != self.versions:
-            raise RuntimeError(
-                f"{self.call.name}: its input or its weights were changed in place before its output was used."
-                " Make the change out of place, use the output before, or remove the module from Tiling(targets=...)."
-            )
-
-    def _refuse_if_value_changed(self) -> None:
-        if self._value is not None and self._value._version != self._version_of_value:
-            raise RuntimeError(
-                f"{self.call.name}: its output was changed in place and then read without gradients, or by a custom"
-                " autograd Function, whose gradient would miss the change. Make the change out of place."
-            )
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let torch's own hooks, which follow modules as for FlopCounterMode, see this tensor's place in the graph."""
@@ -177,24 +147,15 @@ class Pending(Deferred):
 
     def value(self, because: str = "") -> Tensor:
         """Run the call, once, and return its output with its graph."""
-        if self.is_joined and because in ("register_hook", "retain_grad"):
-            raise RuntimeError(
-                f"{self.call.name}: its output went into the tiles of what follows, so there is no gradient of it. Ask"
-                " for it before that runs, or remove the module from Tiling(targets=...)."
-            )
         if self._value is None:
             with torch.inference_mode(False), torch.enable_grad():
                 self._value = _Value.apply(self)
-            self.has_value, self._version_of_value = True, self._value._version
-        elif not torch.is_grad_enabled():
-            self._refuse_if_value_changed()
+            self.has_value = True
         return self._value
 
     def data_value(self) -> Tensor:
         """Run the call, once, and return its output without a graph."""
-        self._refuse_if_value_changed()
         if self._data is None:
-            self._refuse_if_changed()
             self._data, self.inputs = run_now(self.call, self.inputs, self.box), []
         return self._data.detach()
 
@@ -205,8 +166,6 @@ class Pending(Deferred):
 
     def followed_by(self, function: TileFunction, args: tuple[Any, ...]) -> tuple[TileFunction, tuple[Any, ...]]:
         """Return what runs this and then a function on its output, and the arguments for both."""
-        self._refuse_if_changed()
-        self.is_joined = True
         own = self.edges[: len(self.inputs)]
         return function.after(self.call.function, len(own)), (*own, *args[1:])
 
@@ -227,8 +186,8 @@ def output_of(call: TiledCall, inputs: Sequence[Tensor]) -> Output | None:
         few: list[Tensor] = []
         for tensor, per_token in zip(inputs, call.per_token, strict=True):
             few.append(call.tokens.few(tensor.detach(), 2) if per_token else tensor.detach())
-        output = call.run(few)
-        draws = not RandomState.now(call.device).same_as(before)
+        output = call.run(*few)
+        draws = not RandomState.now(call.device).same_as(before)  # a second use would draw others
     lead = call.tokens.tile_lead(2)
     if draws or not isinstance(output, Tensor) or output.shape[: len(lead)] != lead:
         return None

@@ -25,10 +25,12 @@ def is_recorded(parts: Sequence[nn.Module]) -> bool:
     return False
 
 
-def active_collector() -> Collector | None:
-    """Return the collector of the model's current call, if it records anything."""
+def active_collector(parts: Sequence[nn.Module]) -> Collector | None:
+    """Return the collector of the model's current call, if it records anything in one of these modules."""
     capturing = sys.modules.get(CAPTURING)
-    return None if capturing is None else capturing._active_collector.get() or None
+    if capturing is None or not is_recorded(parts):
+        return None
+    return capturing._active_collector.get() or None
 
 
 def run_recorded(run: Callable[..., Any], keys: Sequence[str], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -41,3 +43,11 @@ def run_recorded(run: Callable[..., Any], keys: Sequence[str], *args: Any, **kwa
     finally:
         active.reset(token)
     return output, {key: found for key, found in own.items() if found}
+
+
+def record(output: tuple[Any, Collector], collector: Collector) -> Any:
+    """Add what was recorded in the tiles to the collector, and return the module's own output."""
+    own, found = output
+    for key, tensors in found.items():
+        collector[key].extend(tensors)
+    return own

@@ -34,21 +34,20 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.patch import without_compiler
-from lt_tiled.recompute.compare import EPS, ROWS, VERDICT, Sample, fingerprint
+from lt_tiled.recompute.compare import Samples
 from lt_tiled.tiling.call import TiledCall
-from lt_tiled.tiling.cut import Assembly, each_tile
+from lt_tiled.tiling.cut import Assembly, Layout, each_tile, flatten
 from lt_tiled.tiling.effects import check_leaves
-from lt_tiled.tiling.last import LeavesOut, NotesInput, NotLeftOut, Root, find_last
+from lt_tiled.tiling.last import LastInput, LeavesOut, NotLeftOut, Root, find_last
 from lt_tiled.tiling.recompute import (
     PlainSavedTensors,
     RandomState,
     hidden_from_checkpoints,
-    is_transformed,
     random_state_kept,
     saves_elsewhere,
 )
 from lt_tiled.tiling.state import Plan
-from lt_tiled.tiling.weights import GradientSum, in_place, one_thread, wants_zeros, weights_of
+from lt_tiled.tiling.weights import GradientSum, in_places, one_thread, swapped, wants_zeros, weights_of
 
 Edges = Sequence[Tensor]
 """The outputs of an anchor: a call's inputs, then its weights."""
@@ -64,18 +63,19 @@ def run_tiled(call: TiledCall, inputs: Sequence[Tensor], through: Through | None
         inputs: The tensors among its arguments.
         through: The outputs of an anchor that some of its weights went through already.
     """
+    # 1. Without a backward pass the tiles run, and that is all.
     if not call.differentiable:
-        outputs, tree = forward(call, inputs).assembly.take()
-        return pytree.tree_unflatten(outputs, tree)
-    # 1. Save the inputs and weights before any arithmetic.
+        outputs, trace = forward(call, inputs)
+        return pytree.tree_unflatten(outputs, trace.layout.tree)
+    # 2. Save the inputs and weights before any arithmetic.
     link, edges = anchored(call, inputs, through or {})
-    # 2. Run all tiles without a graph; the node of this Function runs them again in the backward pass.
-    box: list[Any] = []
+    # 3. Run all tiles without a graph; the node of this Function runs them again in the backward pass.
+    box: list[Trace] = []
     outputs = TiledFunction.apply(call, [t.detach() for t in inputs], box, (), link, *edges)
-    return pytree.tree_unflatten(outputs, box[1])
+    return pytree.tree_unflatten(outputs, box[0].layout.tree)
 
 
-def run_later(call: TiledCall, inputs: Sequence[Tensor], through: Through, box: list[Any], output: Tensor) -> Edges:
+def run_later(call: TiledCall, inputs: Sequence[Tensor], through: Through, box: list[Trace], output: Tensor) -> Edges:
     """Give a tensor without memory its place in the graph, as the output of a call that :func:`run_now` may run.
 
     Returns:
@@ -86,12 +86,11 @@ def run_later(call: TiledCall, inputs: Sequence[Tensor], through: Through, box: 
     return edges
 
 
-def run_now(call: TiledCall, inputs: Sequence[Tensor], box: list[Any]) -> Tensor:
+def run_now(call: TiledCall, inputs: Sequence[Tensor], box: list[Trace]) -> Tensor:
     """Run such a call, and return its output without a graph."""
     with torch.inference_mode(False), torch.enable_grad(), call.precision.context():
-        trace = forward(call, inputs)
-    outputs, tree = trace.assembly.take()
-    box += [trace, tree]
+        outputs, trace = forward(call, inputs)
+    box.append(trace)
     return outputs[0]
 
 
@@ -102,7 +101,7 @@ def run_untiled(parts: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
         return run()
     link = next(iter(weights)).new_empty(0, requires_grad=True)
     _, *edges = Anchor.apply((), link, *one_by_one(weights))
-    with in_place(list(weights.values()), edges):
+    with swapped(in_places(weights.values(), edges)):
         return run()
 
 
@@ -142,18 +141,14 @@ class Anchor(torch.autograd.Function):
 class Trace:
     """What the forward pass of a call leaves for its backward pass."""
 
-    assembly: Assembly
+    layout: Layout
     """How outputs are cut into those of tiles."""
     random: RandomState
     """The generators' state before the forward pass."""
     last: nn.Linear | None
     """The last projection, if the recompute leaves it out."""
-    prints: list[Tensor]
-    """A fingerprint for each tile: see NOTE [Fingerprint]."""
-    frozen: list[Tensor]
-    """That of the last projection's weight where no anchor saves it."""
-    eps: float
-    """The unit in the last place of what they were made of."""
+    samples: Samples | None
+    """What the tiles computed; ``None`` where tensors have no values."""
 
 
 class TiledFunction(torch.autograd.Function):
@@ -164,119 +159,88 @@ class TiledFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: TiledCall, inputs: Sequence[Tensor], box: list[Any], later: Any, link: Tensor, *_: Tensor
+        ctx: Any, call: TiledCall, inputs: Sequence[Tensor], box: list[Trace], later: Any, link: Tensor, *_: Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.anchor, ctx.box = call, link.grad_fn, box
         if later:
             return later[0]
-        trace = forward(call, inputs)
-        outputs, tree = trace.assembly.take()
-        box += [trace, tree]
+        outputs, trace = forward(call, inputs)
+        box.append(trace)
         return outputs
 
     @staticmethod
     @without_compiler
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, trace = ctx.call, ctx.box[0]
-        saved, found = saved_by(ctx.anchor, call, given), None
-        recompute = Recompute(call, trace, saved, leaves_out=trace.last is not None)
+        call, (trace,) = ctx.call, ctx.box
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{call.name}: a backward pass through tiles cannot be differentiated (create_graph=True): call"
+                " lt_tiled.untile() on the module, or set tiling=False."
+            )
+        saved, found = ctx.anchor.saved_tensors, None  # autograd refuses those that were changed in place
         with suppress(NotLeftOut):
-            found = recompute.run(given)
+            found = Recompute(call, trace, saved, leaves_out=trace.last is not None).run(given)
         if found is None:  # from now on tiles are recomputed in full
-            call.tiled.plans[call.kind] = Plan(None)
-            recompute = Recompute(call, trace, saved, leaves_out=False)
-            found = recompute.run(given)
-        recompute.compare()
+            call.tiled.plans[call.kind] = Plan(None, trace.layout)
+            found = Recompute(call, trace, saved, leaves_out=False).run(given)
         return None, None, None, None, None, *found
-
-
-def saved_by(anchor: Any, call: TiledCall, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Return the call's inputs and weights in its backward pass.
-
-    Raises:
-        RuntimeError: If one was changed in place since, or the backward pass shall have a graph or run batched.
-    """
-    batched = False
-    for gradient in given:  # no public name tells those of is_grads_batched=True
-        if gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
-            batched = True
-    if torch.is_grad_enabled() or is_transformed() or batched:
-        raise RuntimeError(
-            f"{call.name}: a backward pass through tiles cannot be differentiated, transformed or batched"
-            " (create_graph, is_grads_batched): call lt_tiled.untile() on the module, or set tiling=False."
-        )
-    try:
-        saved: Sequence[Tensor] = anchor.saved_tensors
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            raise
-        raise RuntimeError(
-            f"{call.name}: an argument or a weight of the tiled module was changed in place between its"
-            " forward and its backward pass, which computes with it again. Make the change out of place, or"
-            " lt_tiled.untile() the module."
-        ) from error
-    return saved
 
 
 # The forward pass
 
 
 @hidden_from_checkpoints()
-def forward(call: TiledCall, inputs: Sequence[Tensor]) -> Trace:
-    """Run all tiles without a graph."""
-    random, plan = RandomState.now(call.device), call.plan()
-    assembly = Assembly(call.tokens, call.bounds, call.name)
-    prints: list[Tensor] = []
-    eps = 0.0
-    compares = call.differentiable and is_real(inputs[0])
+def forward(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Trace]:
+    """Run all tiles without a graph; return the outputs, and what the backward pass needs."""
+    random, plan = RandomState.now(call.device), call.plan
+    assembly = Assembly(call.tokens, call.bounds, call.name, plan.layout if plan else None)
+    samples = samples_of(call) if call.differentiable and is_real(inputs[0]) else None
     # Graphs that the module makes for itself are hidden from an activation checkpoint around it.
     with torch.no_grad(), hidden_from_offloaders(), ExitStack() as stack:
-        notes = NotesInput(plan.last if plan else None)
-        stack.enter_context(notes.in_place())
+        last = None
+        if plan is not None:
+            last = LastInput(plan.last)
+        elif call.tiled.tiling.compile is not False:
+            last = LastInput(None)
+        if last is not None:
+            stack.enter_context(swapped(last.entries()))
         for index, tile in each_tile(enumerate(call.tiles([t.detach() for t in inputs]))):
-            if plan is None:  # the first tile of the first call of its kind finds the last projection
-                output, last, sampled = find_last(partial(call.run, tile))
-                plan = call.tiled.plans[call.kind] = Plan(last)
-                notes = NotesInput(last)
-                stack.enter_context(notes.in_place())
+            # 1. The first tile of the first call of its kind finds the last projection.
+            if last is None:
+                output, last = find_last(call.function, partial(call.run, *tile))
+                stack.enter_context(swapped(last.entries()))
             else:
-                output = call.run(tile)
-                sampled = notes.input_of(output)
-            chosen = to_compare(output, sampled) if compares else None
-            if chosen is not None:
-                prints.append(fingerprint(chosen, ROWS // len(call.bounds) + 1))
-                eps = eps or max(EPS[chosen.dtype], EPS.get(call.precision.dtype or chosen.dtype, 0.0))
+                output = call.run(*tile)
+            # 2. A fingerprint of what the recompute computes as well, and the outputs.
+            of_last = last.input_of(output)
+            if samples is not None:
+                samples.take(flatten(output)[0] if of_last is None else [of_last])
             assembly.add(index, output)
-            del output, sampled, chosen
-    last = plan.last if plan else None
-    return Trace(assembly, random, last, prints, prints_of_frozen(last) if compares else [], eps)
+            del output, of_last
+    # 3. What the first call found out stays.
+    assert assembly.layout is not None
+    assert last is not None
+    if plan is None:
+        call.tiled.plans[call.kind] = Plan(last.linear, assembly.layout)
+    if samples is not None and last.linear is not None and is_real(last.linear.weight):
+        samples.take_weight(last.linear.weight)
+    return tuple(assembly.wholes), Trace(assembly.layout, random, last.linear, samples)
 
 
-def to_compare(output: Any, of_last: Tensor | None) -> Tensor | None:
-    """Return a tensor that the recompute computes as well: the input of the last projection, or else an output."""
-    for leaf in leaves_of(output) if of_last is None else [of_last]:
-        if isinstance(leaf, Tensor) and leaf.dtype in EPS and leaf.numel():
-            return leaf
-    return None
+def samples_of(call: TiledCall) -> Samples:
+    """Return what takes the fingerprints of one pass over the tiles."""
+    return Samples(call.name, len(call.bounds), call.precision.dtype)
 
 
-def prints_of_frozen(last: nn.Linear | None) -> list[Tensor]:
-    """Return a fingerprint of a frozen weight: the backward pass reads it, and no recomputed tile shows a change."""
-    if last is None or last.weight.requires_grad or not is_real(last.weight):
-        return []
-    weight = to_compare(last.weight, None)  # none that ZeRO-3 has released
-    return [] if weight is None else [fingerprint(weight)]
+def is_real(tensor: Tensor) -> bool:
+    """Whether a tensor has values: fake ones have none, nor have weights that ZeRO-3 has released."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel() > 0
 
 
 def leaves_of(output: Any) -> list[Any]:
     """Return the leaves of a tile's output."""
-    return [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
-
-
-def is_real(tensor: Tensor) -> bool:
-    """Whether a tensor has values: fake ones have none."""
-    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    return flatten(output)[0]
 
 
 def hidden_from_offloaders() -> AbstractContextManager[Any]:
@@ -293,31 +257,29 @@ class Recompute:
     def __init__(self, call: TiledCall, trace: Trace, saved: Sequence[Tensor], leaves_out: bool) -> None:
         self.call, self.trace = call, trace
         count, accumulate = len(call.wants_grad), call.tiled.tiling.accumulate
-        self.inputs, self.weights = saved[:count], saved[count:]
-        self.sums = [GradientSum(weight, accumulate) for weight in self.weights]
-        self.leaves = [total.leaf for total in self.sums]
-        self.casts, self.uncast = call.precision.dtype is not None, call.precision.disabled()
+        self.inputs = saved[:count]
+        # 1. A leaf and a sum for each weight, and for each input that all tiles see whole.
+        self.sums = [GradientSum(weight, accumulate) for weight in saved[count:]]
         self.wholes: list[GradientSum | None] = []
-        """Gradient sums of the inputs that each tile sees whole."""
         self.results: list[Tensor | None] = []
         """Gradients of the inputs of which each tile sees a part."""
         for tensor, wants, per_token in zip(self.inputs, call.wants_grad, call.per_token, strict=True):
             self.wholes.append(GradientSum(tensor, accumulate) if wants and not per_token else None)
             self.results.append(tensor.new_zeros(tensor.shape) if wants and per_token else None)
-        self.last = NotesInput(trace.last)
+        # 2. What sees the last projection, or leaves it out.
+        self.last = LastInput(trace.last)
         if leaves_out and trace.last is not None:
             self.last = self._leaves_out(trace.last)
-        self.prints: list[Tensor] = []
-        """A fingerprint for each tile."""
-        self.frozen = prints_of_frozen(trace.last) if trace.frozen else []
+        self.samples = samples_of(call)
 
     def _leaves_out(self, linear: nn.Linear) -> LeavesOut:
         # By their places: FSDP makes its views of flat weights anew for each pass.
         sums: dict[str, GradientSum] = {}
         for places, total in zip(self.call.weights.values(), self.sums, strict=True):
-            sums.update((name, total) for part, name in places if part is linear)
-        weight, bias = sums.get("weight"), sums.get("bias")
-        return LeavesOut(linear, weight, bias, self.call.precision.dtype)
+            for part, name in places:
+                if part is linear:
+                    sums[name] = total
+        return LeavesOut(linear, sums.get("weight"), sums.get("bias"), self.call.precision.dtype)
 
     def run(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run all tiles.
@@ -328,82 +290,82 @@ class Recompute:
         Returns:
             A gradient for each input and each weight.
         """
-        call = self.call
-        # 1. As in the forward pass: random numbers, autocast and default dtype.
-        with random_state_kept(call.device, self.trace.random), call.precision.context():
+        call, tiled = self.call, self.call.tiled
+        # 1. Random numbers, autocast and default dtype as in the forward pass; leaves in the places of weights.
+        leaves = [total.leaf for total in self.sums]
+        with ExitStack() as stack:
+            stack.enter_context(random_state_kept(call.device, self.trace.random))
+            stack.enter_context(call.precision.context())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(hidden_from_offloaders())
+            stack.enter_context(one_thread(tiled, call.name))
+            stack.enter_context(swapped([*in_places(call.weights.values(), leaves), *self.last.entries()]))
             # 2. Each tile runs again with a graph, and adds its gradients to the sums.
-            swapped = in_place(list(call.weights.values()), self.leaves)
-            mine = one_thread(call.function.parts, call.name)
-            with torch.enable_grad(), hidden_from_offloaders(), mine, swapped, self.last.in_place():
-                self._run_tiles(given)
-        # 3. One gradient for each input and weight.
+            self._run_tiles(given, leaves)
+        # 3. It must have computed the same.
+        if self.trace.samples is not None:
+            if self.trace.samples.weight and self.trace.last is not None:
+                self.samples.take_weight(self.trace.last.weight)
+            self.trace.samples.compare(self.samples)
+        # 4. One gradient for each input and weight.
         found: list[Tensor | None] = []
         for result, whole in zip(self.results, self.wholes, strict=True):
-            found.append(result if whole is None else whole.take(zeros=True))
+            found.append(result if whole is None else whole.take())
         for weight, total in zip(call.weights, self.sums, strict=True):
-            found.append(total.take(call.tiled.needs.zeros_for_unused or wants_zeros(weight)))
+            gradient = total.take()
+            if gradient is None and (tiled.needs.zeros_for_unused or wants_zeros(weight)):
+                gradient = torch.zeros_like(total.leaf, requires_grad=False)
+            found.append(gradient)
         return found
 
-    def compare(self) -> None:
-        """Compare what the tiles computed with the forward pass, at the end of the backward pass."""
-        pairs = ((self.trace.prints, self.prints), (self.trace.frozen, self.frozen))
-        for before, now in pairs:
-            if before and len(before) == len(now):
-                sample = Sample(
-                    self.call.name, "lt_tiled.untile() it", self.trace.eps, torch.cat(before), torch.cat(now)
-                )
-                VERDICT.add(sample)
-
-    def _run_tiles(self, given: Sequence[Tensor | None]) -> None:
-        call = self.call
+    def _run_tiles(self, given: Sequence[Tensor | None], weights: Sequence[Tensor]) -> None:
+        call, last = self.call, self.last
+        assembly = Assembly(call.tokens, call.bounds, call.name, self.trace.layout)
         into: list[Sequence[Tensor | None]] = []
         for result in self.results:
             nowhere: Sequence[Tensor | None] = [None] * len(call.bounds)
             into.append(nowhere if result is None else call.tokens.tiles(result, call.bounds))
-        gradients = self.trace.assembly.gradients(given)
-        rows = zip(call.tiles(self.inputs), gradients, zip(*into, strict=True), strict=True)
-        for index, (tile, own, results) in each_tile(enumerate(rows)):
-            # The tile's graph begins at leaves of its own, whose gradients autograd adds to those of the whole.
+        casts, uncast = call.precision.dtype is not None, call.precision.disabled()
+        rows = zip(call.tiles(self.inputs), assembly.gradients(given), zip(*into, strict=True), strict=True)
+        for index, (tile, gradients, results) in each_tile(enumerate(rows)):
+            # 1. The tile's graph begins at leaves of its own, whose gradients autograd adds to those of the whole.
             leaves: list[Tensor] = []
             for tensor, wants, whole, result in zip(tile, call.wants_grad, self.wholes, results, strict=True):
                 leaf = tensor.detach().requires_grad_(wants) if whole is None else whole.leaf
                 if result is not None:
                     leaf.grad = result
                 leaves.append(leaf)
-            # On views, because autocast would cache the cast of a leaf, and sum gradients in 16 bits.
-            output = call.run([leaf.view_as(leaf) for leaf in leaves] if self.casts else leaves)
-            self._note(output)
-            self._differentiate(leaves_of(output), own, leaves, first=index == 0)
-
-    def _note(self, output: Any) -> None:
-        """Note what a tile computed, as the forward pass did."""
-        chosen = to_compare(output, self.last.input_of(output))
-        if chosen is not None and self.trace.prints:
-            self.prints.append(fingerprint(chosen, ROWS // len(self.call.bounds) + 1))
-
-    def _differentiate(
-        self, outputs: Sequence[Any], own: Sequence[Tensor | None], leaves: Sequence[Tensor], first: bool
-    ) -> None:
-        """Add the gradients of a tile to those of its leaves."""
-        roots: list[Root] = []
-        if isinstance(self.last, LeavesOut):
-            roots = self.last.roots(own[0])
-        else:
-            for output, gradient in zip(outputs, own, strict=True):
-                if gradient is not None and output.requires_grad:
-                    roots.append((output, gradient))
-        if not roots:
-            return
-        if first:
-            self._check_leaves(roots, leaves)
-        ends, gradients = zip(*roots, strict=True)
-        with self.uncast:  # as the untiled backward pass
-            # What torch.autograd.backward calls. That checks shapes first, which are right here.
-            _engine_run_backward(ends, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            # 2. On views, because autocast would cache the cast of a leaf, and sum gradients in 16 bits.
+            output = call.run(*[leaf.view_as(leaf) for leaf in leaves] if casts else leaves)
+            # 3. A fingerprint of what the forward pass computed as well.
+            of_last = last.input_of(output)
+            if self.trace.samples is not None:
+                self.samples.take(flatten(output)[0] if of_last is None else [of_last])
+            del of_last
+            # 4. Where the graph ends, and the gradients there: before the last projection, if that is left out.
+            roots: list[Root] = []
+            if isinstance(last, LeavesOut):
+                roots = last.roots(gradients[0])
+            else:
+                for leaf, gradient in zip(flatten(output)[0], gradients, strict=True):
+                    if gradient is not None and leaf.requires_grad:
+                        roots.append((leaf, gradient))
+            del output
+            # 5. Gradients go to the leaves.
+            if not roots:
+                continue
+            if index == 0:
+                self._check_leaves(roots, [*leaves, *weights])
+            ends, at_ends = zip(*roots, strict=True)
+            del roots
+            with uncast:  # as the untiled backward pass
+                # What torch.autograd.backward calls. That checks shapes first, which are right here.
+                _engine_run_backward(ends, at_ends, False, False, (), allow_unreachable=True, accumulate_grad=True)
+            del ends, at_ends
 
     def _check_leaves(self, roots: Sequence[Root], leaves: Sequence[Tensor]) -> None:
         """Refuse a graph that begins at other tensors, whose engine would see the gradient of each tile."""
-        known = {id(leaf) for leaf in (*leaves, *self.leaves)}
+        known = {id(leaf) for leaf in leaves}
         for part in self.call.function.parts:
             known.update(map(id, part._parameters.values()))
             known.update(map(id, part._buffers.values()))

@@ -1,8 +1,8 @@
-"""What is known of a tiled module: what was found at setup, what the engine needs, and its largest call."""
+"""What is known of a tiled module: what was found at setup, what the engine needs, and what its calls found out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from lt_tiled._log import inform
 from lt_tiled.modules.feed_forward import MLPSizes
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.cut import Bounds
+from lt_tiled.tiling.cut import Bounds, Layout
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,6 @@ class TileSpec:
     """Whether it is a norm that the policy does not name, and that is not next to an MLP."""
     pends: bool = False
     """Whether its output may be pending, because what follows may run in the same tiles."""
-    joins: bool = False
-    """Whether it may run in the same tiles as what is pending before it."""
     alone: bool = True
     """Whether it runs in tiles where it cannot share those of another module."""
 
@@ -47,15 +45,8 @@ class LargestCall:
     tokens: int = 0
     tiles: int = 0
 
-    def note(self, tokens: int, bounds: Sequence[Bounds], what: str, key: str = "") -> None:
-        """Remember the largest call, and log the number of tiles of the first call that has several.
-
-        Args:
-            tokens: The number of tokens of the call.
-            bounds: Its tiles.
-            what: The subject of the log line.
-            key: Tells log lines of different policies apart.
-        """
+    def note(self, tokens: int, bounds: Sequence[Bounds], what: str, key: object = "") -> None:
+        """Remember the largest call, and log the number of tiles of the first one of this kind that has several."""
         first = self.tiles < 2 <= len(bounds)
         if tokens >= self.tokens:
             self.tokens, self.tiles = tokens, len(bounds)
@@ -94,10 +85,11 @@ class Owner:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the first call of a kind found out, and later calls only read."""
+    """What the first tile of the first call of a kind shows, and later calls only read."""
 
     last: nn.Linear | None
     """The module whose output a tile returns as it is: see NOTE [What the recompute leaves out]."""
+    layout: Layout
 
 
 class Tiled:
@@ -120,4 +112,3 @@ class Tiled:
         """The functions that failed it together with a norm."""
         self.outputs: dict[Hashable, Any] = {}
         """What pending outputs are like."""
-        self.compiled_tile: Callable[..., Any] | None = None

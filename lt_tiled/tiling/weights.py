@@ -4,16 +4,14 @@ NOTE [Leaves]
 A tile's graph begins at leaves, one for each weight, which stand in the weight's places while tiles run: in
 ``_parameters``, and in the plain attributes where FSDP keeps views of its flat weights. What takes a leaf's gradient
 adds it to the sum, so only one gradient is alive next to the sums. ``finally`` takes the leaves out, also after Ctrl-C.
-Another thread that runs the module meanwhile would give its gradients to these leaves, so a module belongs to one
-thread during each call and each recompute, and another thread gets an error.
+Another thread that runs the module meanwhile would give its gradients to these leaves, so it gets an error.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -29,49 +27,33 @@ Weights = dict[Tensor, list[Place]]
 """Trainable tensors with all their places: a tied weight has several."""
 
 
-@contextmanager
-def one_thread(parts: Sequence[nn.Module], name: str) -> Iterator[None]:
-    """Let modules belong to this thread.
+_USED: dict[object, int] = {}
+"""The tiled modules that run, and the thread of each."""
 
-    Args:
-        parts: The modules, with their submodules.
-        name: The name in messages.
+
+@contextmanager
+def one_thread(tiled: object, name: str) -> Iterator[None]:
+    """Let a tiled module belong to this thread.
 
     Raises:
-        TwoThreadsError: If one belongs to another thread.
+        TwoThreadsError: If it belongs to another thread.
     """
-    mine = _Use(get_ident())
+    mine = get_ident()
     try:
         try:
-            for part in parts:
-                # One step of the interpreter, so that no other thread comes between the question and the answer.
-                if _USED.setdefault(part, mine).thread != mine.thread:
-                    raise TwoThreadsError(
-                        f"{name} is trained by two threads at once, which share its weights: run it in one thread at a"
-                        " time, or give each thread a copy.deepcopy of the model."
-                    )
+            # One step of the interpreter, so that no other thread comes between the question and the answer.
+            if _USED.setdefault(tiled, mine) != mine:
+                raise TwoThreadsError(
+                    f"{name} is trained by two threads at once, which share its weights: run it in one thread at a"
+                    " time, or give each thread a copy.deepcopy of the model."
+                )
             yield
         finally:
-            _release(parts, mine)
+            if _USED.get(tiled) == mine:
+                del _USED[tiled]
     finally:  # again, after Ctrl-C in the first attempt
-        _release(parts, mine)
-
-
-@dataclass(eq=False)
-class _Use:
-    """A call or a recompute that runs."""
-
-    thread: int
-
-
-_USED: dict[nn.Module, _Use] = {}
-"""The modules that run, and the outermost use of each."""
-
-
-def _release(parts: Sequence[nn.Module], mine: _Use) -> None:
-    for part in parts:
-        if _USED.get(part) is mine:
-            del _USED[part]
+        if _USED.get(tiled) == mine:
+            del _USED[tiled]
 
 
 def weights_of(parts: Sequence[nn.Module]) -> Weights:
@@ -91,43 +73,55 @@ def weights_of(parts: Sequence[nn.Module]) -> Weights:
     return found
 
 
-@contextmanager
-def in_place(places: Sequence[Sequence[Place]], leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Let leaves stand in the places of weights: see NOTE [Leaves].
+Entry = tuple[dict[str, Any], str, Any]
+"""A dictionary, a key in it, and a value."""
+# The dictionaries of ZeRO-3 all-gather a weight that is looked up in their own way.
+_get, _set, _remove = dict.get, dict.__setitem__, dict.pop
+_ABSENT: Any = object()
+
+
+def in_places(places: Iterable[Sequence[Place]], leaves: Iterable[Tensor]) -> list[Entry]:
+    """Return the entries with which leaves stand in the places of weights: see NOTE [Leaves].
 
     Args:
         places: Those of each weight.
         leaves: What stands there, one for each weight.
     """
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    entries: list[Entry] = []
+    for several, leaf in zip(places, leaves, strict=True):
+        for part, attribute in several:
+            # FSDP moves a weight from one to the other between the passes.
+            for holder in (part._parameters, part._buffers, part.__dict__):
+                if isinstance(_get(holder, attribute, None), Tensor):
+                    entries.append((holder, attribute, leaf))
+    return entries
+
+
+@contextmanager
+def swapped(entries: Sequence[Entry]) -> Iterator[None]:
+    """Let dictionaries hold other values for a while, also if Ctrl-C comes at any line of this."""
+    before: list[Entry] = []
     try:
         try:
-            for several, leaf in zip(places, leaves, strict=True):
-                for place in several:
-                    _put(place, leaf, before)
+            for holder, key, value in entries:
+                before.append((holder, key, _get(holder, key, _ABSENT)))
+                _set(holder, key, value)
             yield
         finally:
             _restore(before)
-    finally:  # again, after Ctrl-C in the first attempt
-        _restore(before)
+    finally:
+        if before:  # after Ctrl-C in the first attempt
+            _restore(before)
 
 
-def _put(place: Place, leaf: Tensor, before: list[tuple[dict[str, Any], str, Any]]) -> None:
-    """Put a leaf into a place of a weight, and note what was there."""
-    part, attribute = place
-    # FSDP moves a weight from one to the other between the passes.
-    for holder in (part._parameters, part._buffers, part.__dict__):
-        if attribute in holder:
-            # The dictionaries of ZeRO-3 all-gather a weight that is looked up in their own way.
-            there = dict.__getitem__(holder, attribute)
-            if isinstance(there, Tensor):
-                before.append((holder, attribute, there))
-                dict.__setitem__(holder, attribute, leaf)
-
-
-def _restore(before: list[tuple[dict[str, Any], str, Any]]) -> None:
-    for holder, attribute, there in reversed(before):
-        dict.__setitem__(holder, attribute, there)
+def _restore(before: list[Entry]) -> None:
+    while before:
+        holder, key, value = before[-1]
+        if value is _ABSENT:
+            _remove(holder, key, None)
+        else:
+            _set(holder, key, value)
+        before.pop()
 
 
 ADDS_PRODUCTS = ("cuda",) if torch.version.cuda else ()
@@ -161,8 +155,12 @@ class GradientSum:
         def take_gradient(leaf: Tensor) -> None:
             total, gradient = mine(), leaf.grad
             leaf.grad = None
-            if total is not None and gradient is not None:
+            if total is None or gradient is None:
+                return
+            if total.sum is None:
                 total.add(gradient)
+            else:
+                total.sum.add_(gradient)
 
         self.leaf.register_post_accumulate_grad_hook(take_gradient)
 
@@ -185,12 +183,10 @@ class GradientSum:
         else:
             self.add(left.mm(right))
 
-    def take(self, zeros: bool = False) -> Tensor | None:
-        """Return the sum in the tensor's own dtype; if no tile used it, ``None``, or zeros where they are wanted."""
+    def take(self) -> Tensor | None:
+        """Return the sum in the tensor's own dtype; ``None`` if no tile used it."""
         total, self.sum = self.sum, None
-        if total is None:
-            return torch.zeros_like(self.leaf, requires_grad=False) if zeros else None
-        return total.to(self.dtype)
+        return None if total is None else total.to(self.dtype)
 
 
 def wants_zeros(weight: Tensor) -> bool:
@@ -198,8 +194,9 @@ def wants_zeros(weight: Tensor) -> bool:
 
     Those of ZeRO-1 and 2 fill a bucket, and a user's would be called with ``None``.
     """
-    # Ours stand on the leaves of a tiled module around this one.
-    for hook in (weight._post_accumulate_grad_hooks or {}).values():
-        if not is_of(hook, ("lt_tiled.",)):
-            return True
-    return not all(is_of(hook, ("torch.",)) for hook in (weight._backward_hooks or {}).values())
+    for hooks in (weight._post_accumulate_grad_hooks, weight._backward_hooks):
+        for hook in (hooks or {}).values():
+            # Ours stand on the leaves of a tiled module around this one.
+            if not is_of(hook, ("lt_tiled.", "torch.")):
+                return True
+    return False

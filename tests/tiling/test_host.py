@@ -111,7 +111,7 @@ def test_calls_of_a_tile() -> None:
     """One tile more of a gated MLP is at most 20 calls of lt_tiled's functions, forward and backward, however many
     operations the tile has.
     """
-    assert 0 < per_tile(calls, many_operations) == per_tile(calls, GatedMLP) <= 20
+    assert 0 < per_tile(calls, many_operations) == per_tile(calls, GatedMLP) <= 16
 
 
 def test_operations_of_a_tile() -> None:
@@ -175,7 +175,7 @@ def test_gradients_of_the_last_projection(frozen: str) -> None:
     m.fc1.requires_grad_(frozen != "all others")
     true = reference(m, x)
     compare_steps(m, x, true)
-    assert set(get_patch(m, TiledPatch).plans.values()) == {Plan(m.fc2)}
+    assert [plan.last for plan in get_patch(m, TiledPatch).plans.values()] == [m.fc2]
 
 
 @pytest.mark.low_precision

@@ -167,7 +167,7 @@ def test_flop_counter_uses_no_pending_tensor() -> None:
         y = net(x)
         assert type(y) is Tensor
     assert type(seen[0]) is Pending
-    assert seen[0].is_joined
+    assert not seen[0].has_value
 
 
 class MixingNorm(nn.Module):
@@ -260,17 +260,7 @@ def test_input_changed_before_the_output_is_used() -> None:
             return x + self.mlp(h)
 
     net = nn.Sequential(Changes()).double()
-    with prepare(net, tiling=Tiling(4, targets=["auto"])), pytest.raises(RuntimeError, match="changed in place before"):
-        step(net, tokens())
-
-
-def test_output_changed_before_a_custom_function_takes_it() -> None:
-    """A custom Function on an output that was changed in place is refused: its gradient would miss the change."""
-    net = model(lambda block, x, h, y: (y.mul_(3.0), x + Twice.apply(y))[1])
-    with (
-        prepare(net, tiling=TILES),
-        pytest.raises(RuntimeError, match=r"mlp.*changed in place.*custom autograd Function"),
-    ):
+    with prepare(net, tiling=Tiling(4, targets=["auto"])), pytest.raises(RuntimeError, match="modified inplace"):
         step(net, tokens())
 
 
@@ -396,23 +386,6 @@ def test_gradients_of_the_output() -> None:
     kept, plain, tiled_kept, tiled = seen
     assert torch.allclose(tiled, plain, rtol=1e-10)
     assert torch.allclose(tiled_kept.grad, kept.grad, rtol=1e-10)
-
-
-def test_a_gradient_that_tiles_do_not_have_is_refused() -> None:
-    """Asking for the gradient of an output after a norm took it into its tiles is an error, not a part of it."""
-    for ask in (lambda y: y.retain_grad(), lambda y: y.register_hook(print)):
-
-        def use(block: Any, x: Tensor, h: Tensor, y: Tensor, ask: Any = ask) -> Tensor:
-            z = block.post_mlp_norm(y)
-            ask(y)
-            return z
-
-        net = model(use)
-        with (
-            prepare(net, tiling=TILES),
-            pytest.raises(RuntimeError, match=r"what follows, so there is no gradient of it"),
-        ):
-            net(tokens())
 
 
 @pytest.mark.parametrize("name", ["h", "y"])
