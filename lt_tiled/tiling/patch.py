@@ -7,7 +7,7 @@ or untiled for one of these reasons, which code and settings give:
 ==========  ================================================================  =======================================
 reason      when                                                              what follows
 ==========  ================================================================  =======================================
-transform   torch.func or forward-mode differentiation is around              untiled, one line
+transform   torch.func, forward-mode differentiation, torch.export          untiled, one line
 hook        a user's hook inside would see tiles                              untiled, one warning
 inputs      no plain hidden states: nested tensors, DTensors                  untiled
 short       fewer tokens than two tiles need                                  untiled
@@ -21,11 +21,11 @@ On several ranks, what runs untiled passes its weights through an anchor: see NO
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,18 +35,9 @@ from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import MLPSizes, Tileable, cannot_be_tiled, find_sizes, is_one_kernel, parts_below
 from lt_tiled.modules.find import outermost, walk, walk_all
-from lt_tiled.modules.patch import (
-    HOOKS,
-    Order,
-    Patch,
-    get_patch,
-    get_patches,
-    is_of,
-    remove_patch,
-    roots,
-    set_patch,
-)
-from lt_tiled.policies import CompileOptions, Tiling
+from lt_tiled.modules.patch import HOOKS, Order, Patch, get_patch, get_patches, is_of, remove_patch, roots, set_patch
+from lt_tiled.policies import Tiling
+from lt_tiled.tiling.anchor import Through, run_untiled, several_ranks
 from lt_tiled.tiling.call import TiledCall, TileFunction, split_arguments
 from lt_tiled.tiling.check import check_position_wise
 from lt_tiled.tiling.cut import Tokens, memory_order, tile_bounds
@@ -54,7 +45,7 @@ from lt_tiled.tiling.last import FORWARD
 from lt_tiled.tiling.pending import Output, Pending, none_left, output_of, values
 from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.recorded import CAPTURING, active_collector, is_recorded, record, run_recorded
-from lt_tiled.tiling.run import Through, is_real, run_tiled, run_untiled, several_ranks
+from lt_tiled.tiling.run import is_real, run_tiled
 from lt_tiled.tiling.state import EngineNeeds, Owner, Tiled, TileSpec
 from lt_tiled.tiling.weights import one_thread
 
@@ -99,8 +90,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
     for before, neighbors in ((True, tileable.before), (False, tileable.after)):
         for neighbor in neighbors:
             if get_patch(neighbor, TiledPatch) is None:  # what several modules share is the first one's neighbor
-                alone = not (spec.is_lone_norm or is_one_kernel(neighbor))
-                own = replace(spec, parts=None, below=(), pends=before, alone=alone)
+                own = replace(spec, parts=None, below=(), pends=before)
                 set_patch(neighbor, TiledPatch(own, tiling, needs, owner, patch))
     if tileable.parent is not None and get_patch(tileable.parent, Boundary) is None:
         set_patch(tileable.parent, Boundary(owner))
@@ -148,16 +138,6 @@ class Boundary(Patch):
 
 
 # A call
-
-
-@dataclass(frozen=True)
-class Untiled:
-    """Why a call does not run in tiles: see NOTE [How a call runs]."""
-
-    reason: Literal["transform", "hook", "inputs", "short", "check"]
-    what: str = ""
-    """The module with the hook, or the message of the self-check."""
-    error: Exception | None = None
 
 
 class TiledPatch(Tiled, Patch):
@@ -218,26 +198,22 @@ class TiledPatch(Tiled, Patch):
         if collector is not None:
             function = replace(function, run=partial(run_recorded, function.run, tuple(collector)), key=(id(self), ""))
         # 2. Together with the norm that is pending before it,
-        pending = args[0] if args else None
-        order: list[int] | None = None
+        made: CallWithInputs | None = None
         through: Through = {}
-        made: CallWithInputs | Untiled = Untiled("check")
-        if isinstance(pending, Pending) and pending.may_join(self.leader) and not self.untiled:
+        order: list[int] | None = None
+        pending = args[0] if args else None
+        if isinstance(pending, Pending) and pending.may_join(self.leader):
             together, both = pending.followed_by(function, (pending, *values(args[1:])))
-            made, through = self.decide(together, both, values(kwargs)), pending.through
-            if isinstance(made, Untiled) and made.error is not None:
-                self.refused.add(together.key)
+            made, through = self.decide(module, together, both, values(kwargs)), pending.through
         # or alone. A norm of each head gets its tokens as they lie in memory: else its input would be copied.
-        if isinstance(made, Untiled):
-            args, kwargs = values((args, kwargs))
-            through = {}
+        if made is None:
+            args, kwargs, through = values(args), values(kwargs), {}
             if args and self.spec.is_lone_norm and not self.spec.pends:
                 order = memory_order(args[0])
             ordered = args if order is None else (args[0].permute(order), *args[1:])
-            made = self.decide(function, ordered, kwargs)
+            made = self.decide(module, function, ordered, kwargs)
         # 3. Untiled.
-        if isinstance(made, Untiled):
-            self._accept(made, module)
+        if made is None:
             return self._run_untiled(function, partial(self.inner, module, *args, **kwargs))
         # 4. In the tiles of what follows, if that takes its output.
         call, inputs = made
@@ -247,7 +223,7 @@ class TiledPatch(Tiled, Patch):
         output = self._output_if_pending(module, call, inputs)
         if output is not None:
             return Pending.of(call, inputs, through, self.leader, output)
-        if not (self.spec.alone or joined):
+        if not (self.is_leader or joined) and (self.spec.is_lone_norm or is_one_kernel(module)):
             return self._run_untiled(function, partial(self.inner, module, *args, **kwargs))
         # 5. In tiles of its own.
         result = run_tiled(call, inputs, through)
@@ -258,23 +234,41 @@ class TiledPatch(Tiled, Patch):
     def _function(self, module: nn.Module) -> TileFunction:
         """Return what runs on a tile: the module's own code below this patch."""
         below = self.bound(module)
-        if self.tiling.compile is not False:
-            self.compiled_tile = below = self.compiled_tile or compiled(below, self.tiling.compile)
+        options = self.tiling.compile
+        if options is not False and self.compiled_tile is None:
+            run = torch.compile(below, **({} if options is True else options))
+            # Inductor's own random numbers would differ between the forward pass and the recompute.
+            self.compiled_tile = torch._inductor.config.patch(fallback_random=True)(run)
+        below = self.compiled_tile or below
         if type(module) is nn.Linear:
             below = partial(_run_linear, module, below)
         return TileFunction.of(below, roots(module, self.spec.parts), id(self), whole=self.spec.parts is None)
 
-    # Decide
+    def decide(
+        self, module: nn.Module, function: TileFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CallWithInputs | None:
+        """Return the call to run in tiles; ``None`` to run untiled: see NOTE [How a call runs].
 
-    def decide(self, function: TileFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallWithInputs | Untiled:
-        """Return the call to run in tiles, or why it runs untiled."""
+        Raises:
+            NotPositionWiseError: If the self-check failed, a user chose the module, and nothing in it can be tiled.
+        """
+        # transform
         if is_transformed() or torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            return Untiled("transform")
+            return None
+        # check, in an earlier call
         if self.untiled or function.key in self.refused:
-            return Untiled("check")
+            return None
+        # hook
         for part in function.inside:
             if has_users_hook(part):
-                return Untiled("hook", type(part).__name__)
+                kind, name = type(part).__name__, self.name
+                warn(
+                    f"{name} runs untiled, because {kind} inside it has a hook, which would see tiles, not all tokens."
+                    f" Put the hook on {name} itself to keep it tiled.",
+                    once=f"hook {name} {kind}",
+                )
+                return None
+        # inputs
         inputs, arguments = split_arguments(args, kwargs)
         hidden = None
         for tensor in inputs:
@@ -282,7 +276,8 @@ class TiledPatch(Tiled, Patch):
                 hidden = tensor
                 break
         if hidden is None or hidden.is_nested or hasattr(hidden, "placements"):  # a DTensor
-            return Untiled("inputs")
+            return None
+        # check, also of a short call
         tokens = Tokens(hidden.shape[:-1])
         bounds = tile_bounds(self.tiling, tokens.count, hidden.shape[-1], self.spec.sizes)
         call = TiledCall(function, inputs, arguments, tokens, bounds, self)
@@ -290,8 +285,13 @@ class TiledPatch(Tiled, Patch):
             if self._is_due(call, inputs) and check_position_wise(call, inputs, self.owner):
                 self.checked.add(call.kind)
         except NotPositionWiseError as error:
-            return Untiled("check", str(error), error)
-        return Untiled("short") if len(bounds) < 2 else (call, inputs)
+            if function.joined:
+                self.refused.add(function.key)
+            else:
+                self._step_back(module, error)
+            return None
+        # short
+        return (call, inputs) if len(bounds) > 1 else None
 
     def _is_due(self, call: TiledCall, inputs: list[Tensor]) -> bool:
         """Whether a call is to be checked.
@@ -300,15 +300,28 @@ class TiledPatch(Tiled, Patch):
         input must not wait for another that refuses. That a norm may share the tiles of what follows is a guess, so it
         is checked whatever the policy says.
         """
-        if call.kind in self.checked:
+        if call.kind in self.checked or call.tokens.count < 2 or not is_real(inputs[0]):
             return False
-        guessed = self.spec.is_lone_norm or call.function.joined
-        wanted = is_real(inputs[0]) and (guessed or self.tiling.self_check)
         early = not self.spec.is_lone_norm and torch.is_grad_enabled()
-        long_enough = call.tokens.count > 1 and (early or len(call.bounds) > 1)
-        return wanted and long_enough
+        guessed = self.spec.is_lone_norm or call.function.joined
+        return (early or len(call.bounds) > 1) and (guessed or self.tiling.self_check)
 
-    # Run
+    def _step_back(self, module: nn.Module, error: NotPositionWiseError) -> None:
+        """Warn that a module failed the self-check, and tile the experts of a mixture."""
+        spec = self.spec
+        if self.is_leader and spec.requested and not spec.below:
+            raise error
+        # From now on, because a recompute in the backward pass must repeat the forward pass.
+        self.untiled = True
+        if not self.is_leader or spec.is_lone_norm:
+            return
+        parts, instead = dict(walk(module)), "Nobody named it, so it runs untiled."
+        for path in spec.below:
+            instead = f"Below its router {' and '.join(spec.below)} run in tiles."
+            if get_patch(parts[path], TiledPatch) is None:
+                below = Tileable(f"{self.name}.{path}", parts[path], named=spec.requested)
+                patch_tiled(below, self.tiling, self.needs, self.owner)
+        warn(f"{error} {instead}", once=f"untiled {spec.kind}")
 
     def _output_if_pending(self, module: nn.Module, call: TiledCall, inputs: list[Tensor]) -> Output | None:
         """Return what the output is like where what follows may take it: see NOTE [Pending]."""
@@ -332,52 +345,11 @@ class TiledPatch(Tiled, Patch):
             return inner()
         return run_untiled(function.parts, inner)
 
-    def _accept(self, untiled: Untiled, module: nn.Module) -> None:
-        """Warn that a call runs untiled, and remember it where later calls must do the same.
-
-        Raises:
-            NotPositionWiseError: If the self-check failed, a user chose the module, and nothing in it can be tiled.
-        """
-        name, spec = self.name, self.spec
-        if untiled.reason == "hook":
-            warn(
-                f"{name} runs untiled, because {untiled.what} inside it has a hook, which would see tiles, not all"
-                f" tokens. Put the hook on {name} itself to keep it tiled.",
-                once=f"hook {name} {untiled.what}",
-            )
-        elif untiled.error is not None:
-            if self.is_leader and spec.requested and not spec.below:
-                raise untiled.error
-            # From now on, because a recompute in the backward pass must repeat the forward pass.
-            self.untiled = True
-            if self.is_leader and not spec.is_lone_norm:
-                self._tile_below(module)
-                instead = "Nobody named it, so it runs untiled."
-                if spec.below:
-                    instead = f"Below its router {' and '.join(spec.below)} run in tiles."
-                warn(f"{untiled.what} {instead}", once=f"untiled {spec.kind}")
-
-    def _tile_below(self, module: nn.Module) -> None:
-        """Tile the experts of a mixture, which runs untiled itself."""
-        parts = dict(walk(module))
-        for path in self.spec.below:
-            if get_patch(part := parts[path], TiledPatch) is None:
-                below = Tileable(f"{self.name}.{path}", part, named=self.spec.requested)
-                patch_tiled(below, self.tiling, self.needs, self.owner)
-
 
 def _run_linear(module: nn.Module, below: Callable[..., Any], input: Tensor) -> Tensor:
     """Run a projection, or what leaves it out: see NOTE [What the recompute leaves out]."""
     output: Tensor = module.__dict__.get(FORWARD, below)(input)
     return output
-
-
-def compiled(function: Callable[..., Any], options: Literal[True] | CompileOptions) -> Callable[..., Any]:
-    """Return a function that runs compiled, with the arguments of ``torch.compile`` in ``options``."""
-    given: Mapping[str, Any] = {} if options is True else options
-    # Inductor's own random numbers would differ between the forward pass and the recompute.
-    run: Callable[..., Any] = torch._inductor.config.patch(fallback_random=True)(torch.compile(function, **given))
-    return run
 
 
 def has_users_hook(module: nn.Module) -> bool:

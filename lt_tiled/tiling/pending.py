@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.patch import is_of
+from lt_tiled.tiling.anchor import Edges, Through
 from lt_tiled.tiling.call import TiledCall, TileFunction
 from lt_tiled.tiling.recompute import PlainSavedTensors, Precision, RandomState, hidden_from_modes, random_state_kept
-from lt_tiled.tiling.run import Edges, Through, Trace, run_later, run_now
+from lt_tiled.tiling.run import Trace, run_later, run_now
 
 
 class Deferred(Tensor):

@@ -1,40 +1,27 @@
 """How a call runs: all tiles without a graph, then each one again with a graph in the backward pass.
 
-NOTE [Anchor]
-:class:`Anchor` saves the call's inputs before any arithmetic runs, and nothing behind it saves a tensor. So inside an
-activation-checkpointed block torch's early stop ends the block's recompute at the anchor, and the tiles do not run once
-more for it. The weights are saved, too: autograd refuses those that were changed in place before the backward pass.
-
 NOTE [Weights are inputs]
 The weights are inputs of :class:`TiledFunction`, which returns one gradient for each, summed over the tiles. Autograd
 accumulates them once, so each engine's hooks run exactly once for each weight and backward pass, however many tiles
 there are, and no engine has to be told.
-
-NOTE [One order on all ranks]
-ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and sum the buckets of all ranks entry by
-entry. Ranks may run a call differently: its input is short on one of them, or has a hook. So every call passes its
-weights through an anchor, also if it runs untiled: all their gradients then arrive together. A norm that runs in the
-tiles of what follows it keeps an anchor of its own, as it has one if it runs alone. Autograd runs first what was
-recorded last, but nodes that add to ``weight.grad`` before all others, in an order that depends on what else waits, as
-the loss of an auxiliary head on one rank. So each weight goes through a node of its own before the anchor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.recompute.compare import Samples
+from lt_tiled.tiling.anchor import Edges, Through, anchored
 from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.cut import Assembly, Layout, each_tile, flatten
 from lt_tiled.tiling.effects import check_leaves
@@ -47,12 +34,7 @@ from lt_tiled.tiling.recompute import (
     saves_elsewhere,
 )
 from lt_tiled.tiling.state import Plan
-from lt_tiled.tiling.weights import GradientSum, in_places, one_thread, swapped, wants_zeros, weights_of
-
-Edges = Sequence[Tensor]
-"""The outputs of an anchor: a call's inputs, then its weights."""
-Through = Mapping[Tensor, Tensor]
-"""Weights, and the outputs of an anchor that they went through."""
+from lt_tiled.tiling.weights import GradientSum, in_places, one_thread, swapped, wants_zeros
 
 
 def run_tiled(call: TiledCall, inputs: Sequence[Tensor], through: Through | None = None) -> Any:
@@ -92,49 +74,6 @@ def run_now(call: TiledCall, inputs: Sequence[Tensor], box: list[Trace]) -> Tens
         outputs, trace = forward(call, inputs)
     box.append(trace)
     return outputs[0]
-
-
-def run_untiled(parts: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
-    """Run modules as they are, with their weights behind an anchor: see NOTE [One order on all ranks]."""
-    weights = weights_of(parts)
-    if not weights:
-        return run()
-    link = next(iter(weights)).new_empty(0, requires_grad=True)
-    _, *edges = Anchor.apply((), link, *one_by_one(weights))
-    with swapped(in_places(weights.values(), edges)):
-        return run()
-
-
-def anchored(call: TiledCall, inputs: Sequence[Tensor], through: Through) -> tuple[Tensor, Edges]:
-    """Return a link to the anchor, and its other outputs: the inputs and weights."""
-    link = torch.empty(0, device=call.device, requires_grad=True)
-    weights = one_by_one([through.get(weight, weight) for weight in call.weights])
-    link, *edges = Anchor.apply((*inputs, *call.weights), link, *inputs, *weights)
-    return link, edges
-
-
-def one_by_one(weights: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Return weights whose gradients arrive one by one, the last one first: see NOTE [One order on all ranks]."""
-    return [weight.view_as(weight) for weight in weights] if several_ranks() else weights
-
-
-def several_ranks() -> bool:
-    """Whether other ranks may run this call in another way."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-class Anchor(torch.autograd.Function):
-    """Passes tensors on, and is the one node that saves them: see NOTE [Anchor]."""
-
-    @staticmethod
-    def forward(ctx: Any, saved: Sequence[Tensor], link: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved)
-        return (link.view_as(link), *[t.view_as(t) for t in tensors])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *gradients
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,6 @@ class TileSpec:
     """Whether it is a norm that the policy does not name, and that is not next to an MLP."""
     pends: bool = False
     """Whether its output may be pending, because what follows may run in the same tiles."""
-    alone: bool = True
-    """Whether it runs in tiles where it cannot share those of another module."""
 
 
 @dataclass

@@ -30,7 +30,7 @@ def test_gradients_inside_containers(container: type) -> None:
     extra = {"scale": scale} if container is dict else [scale]
     m(x, extra).sum().backward()
     scale.requires_grad_()
-    with pytest.raises(NotPositionWiseError, match="depends on a tensor of shape .* neither one of its arguments"):
+    with pytest.raises(NotPositionWiseError, match=r"depends on a tensor of shape .* neither one of its arguments"):
         m(x, extra).sum().backward()
 
 

@@ -22,7 +22,6 @@ from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.last import LeavesOut
 from lt_tiled.tiling.patch import TiledPatch
 from lt_tiled.tiling.run import Recompute
-from lt_tiled.tiling.state import Plan
 from lt_tiled.tiling.weights import GradientSum
 from tests.models import WIDE, GatedMLP, H, PlainMLP
 from tests.parity import EXACT, gradients, less_accurate, randn, reference, worst
