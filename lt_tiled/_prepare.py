@@ -44,8 +44,8 @@ from lt_tiled.selective import policy_of
 from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.groups import group_of
 from lt_tiled.sequence_parallel.share import find_shared, reach_attention, share
+from lt_tiled.tiling.call import EngineNeeds, Owner
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled, restore_tiled
-from lt_tiled.tiling.state import EngineNeeds, Owner
 
 Found = TypeVar("Found")
 

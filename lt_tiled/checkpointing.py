@@ -17,7 +17,7 @@ offloader.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled._log import inform, warn
@@ -44,7 +45,6 @@ from lt_tiled.policies import ActivationCheckpointing, Keep
 from lt_tiled.selective import Chooses, Selective
 from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
-from lt_tiled.tiling.call import split_arguments
 from lt_tiled.tiling.observe import History, Observation, is_recomputing, recomputing, restored
 from lt_tiled.tiling.recompute import CallCounter, Due, Precision, in_checkpoint, is_transformed
 
@@ -123,7 +123,7 @@ class BlockPatch(Patch):
         positional tensors through the saved-tensors hooks, and keeps all others in a closure.
         """
         offload = self.offload
-        tensors, arguments = split_arguments(args, kwargs)
+        tensors, call_with = _split(args, kwargs)
         region = current()
         keeps = self.keeps(tensors[0].device) if tensors and (self.keep or self.chooses) else None
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
@@ -141,9 +141,9 @@ class BlockPatch(Patch):
         def block(*given: Tensor) -> Any:
             if next(runs) > 0:
                 with _repeated(observed, modes), self.inside(region, keeps):
-                    inner_args, inner_kwargs = arguments.call_with(given)
+                    inner_args, inner_kwargs = call_with(given)
                     return self.inner(module, *inner_args, **inner_kwargs)
-            inner_args, inner_kwargs = arguments.call_with(given)
+            inner_args, inner_kwargs = call_with(given)
             with self.inside(region, keeps), nullcontext() if compared is None else compared.forward():
                 output = self.inner(module, *inner_args, **inner_kwargs)
             if keeps is not None and has_gradient:
@@ -256,6 +256,24 @@ def _is_recomputed_by_others(block: nn.Module) -> bool:
         once=f"own checkpointing {kind}",
     )
     return True
+
+
+def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Callable[..., Any]]:
+    """Return the tensors among arguments and in their tuples, and what puts others in their place."""
+    whole = (args, kwargs)
+    leaves, tree = pytree.tree_flatten(whole, is_leaf=lambda node: node is not kwargs and not isinstance(node, tuple))
+    positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[position] for position in positions]
+    for position in positions:
+        leaves[position] = None
+
+    def call_with(given: Sequence[Tensor]) -> Any:
+        own = list(leaves)
+        for position, tensor in zip(positions, given, strict=True):
+            own[position] = tensor
+        return pytree.tree_unflatten(own, tree)
+
+    return tensors, call_with
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:

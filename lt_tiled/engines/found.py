@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from lt_tiled.engines.zero import adapt_to_zero3
 from lt_tiled.modules.find import unwrapped
 from lt_tiled.modules.patch import get_patch
+from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.patch import TiledPatch, tiled_patches
-from lt_tiled.tiling.state import EngineNeeds
 
 
 class Engine(EngineNeeds):

@@ -20,12 +20,11 @@ from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import linear
 from lt_tiled.modules.patch import HOOKS, Order, SharedPatch, is_of
-from lt_tiled.tiling.call import TileFunction
+from lt_tiled.tiling.call import LargestCall, TileFunction
 from lt_tiled.tiling.effects import check_leaves
 from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.pending import Deferred
 from lt_tiled.tiling.recompute import Precision, is_transformed, version_of
-from lt_tiled.tiling.state import LargestCall
 from lt_tiled.tiling.weights import in_places, one_thread, swapped, weights_of
 
 _ENGINES = ("torch.distributed.fsdp", "deepspeed", "lt_tiled")

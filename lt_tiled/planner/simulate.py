@@ -22,8 +22,8 @@ from lt_tiled.planner.fake import fake_group, fake_offloader, fake_weights, with
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.report import TiledModule
+from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.cut import tiles_to_run
-from lt_tiled.tiling.state import EngineNeeds
 from lt_tiled.training_step.step import stepped_on, tensors_of
 
 STATE = ("weights", "gradients", "optimizer", "gathered", "communication")

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError, TwoThreadsError
-from lt_tiled.tiling.call import TiledCall
+from lt_tiled.tiling.call import Owner, TiledCall
 from lt_tiled.tiling.cut import Assembly, Bounds, Tokens
 from lt_tiled.tiling.effects import Probe, check_leaves, copies_in_place, held
 from lt_tiled.tiling.recompute import TOLERANCE, PlainSavedTensors, hidden_from_modes, random_state_kept, version_of
 from lt_tiled.tiling.run import leaves_of
-from lt_tiled.tiling.state import Owner
 
 CHECK_TOKENS = 32
 MOST_BYTES = 256 * 2**20

@@ -38,7 +38,7 @@ from lt_tiled.modules.find import outermost, walk, walk_all
 from lt_tiled.modules.patch import HOOKS, Order, Patch, get_patch, get_patches, is_of, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.anchor import Through, run_untiled, several_ranks
-from lt_tiled.tiling.call import TiledCall, TileFunction, split_arguments
+from lt_tiled.tiling.call import EngineNeeds, Owner, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
 from lt_tiled.tiling.check import check_position_wise
 from lt_tiled.tiling.cut import Tokens, memory_order, tile_bounds
 from lt_tiled.tiling.last import FORWARD
@@ -46,7 +46,6 @@ from lt_tiled.tiling.pending import Output, Pending, none_left, output_of, value
 from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.recorded import CAPTURING, active_collector, is_recorded, record, run_recorded
 from lt_tiled.tiling.run import is_real, run_tiled
-from lt_tiled.tiling.state import EngineNeeds, Owner, Tiled, TileSpec
 from lt_tiled.tiling.weights import one_thread
 
 CallWithInputs = tuple[TiledCall, list[Tensor]]

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.recompute.compare import Samples
 from lt_tiled.tiling.anchor import Edges, Through, anchored
-from lt_tiled.tiling.call import TiledCall
+from lt_tiled.tiling.call import Plan, TiledCall
 from lt_tiled.tiling.cut import Assembly, Layout, each_tile, flatten
 from lt_tiled.tiling.effects import check_leaves
 from lt_tiled.tiling.last import LastInput, LeavesOut, NotLeftOut, Root, find_last
@@ -33,7 +33,6 @@ from lt_tiled.tiling.recompute import (
     random_state_kept,
     saves_elsewhere,
 )
-from lt_tiled.tiling.state import Plan
 from lt_tiled.tiling.weights import GradientSum, in_places, one_thread, swapped, wants_zeros
 
 

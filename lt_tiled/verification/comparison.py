@@ -22,10 +22,10 @@ from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.policies import check_count
 from lt_tiled.report import show
 from lt_tiled.sequence_parallel.self_check import rounds_products
+from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch, tiled_patches
 from lt_tiled.tiling.places import is_equal
 from lt_tiled.tiling.recompute import random_state_kept
-from lt_tiled.tiling.state import LargestCall
 from lt_tiled.training_step.ranks import raising_on_all
 from lt_tiled.training_step.step import first_batch, shape_of, with_length
 from lt_tiled.verification.result import EVALUATION, LOSS, Verification, compare, listed, norm_of

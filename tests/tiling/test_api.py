@@ -17,8 +17,8 @@ from lt_tiled import Tiling, tile, untile
 from lt_tiled.checkpointing import BlockPatch, patch_block
 from lt_tiled.modules.patch import get_patch, remove_patches
 from lt_tiled.modules.targets import find_tileable
+from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch
-from lt_tiled.tiling.state import LargestCall
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, TinyLM, tiny_llama
 from tests.parity import EXACT, gradients, randn, reference, worst
 

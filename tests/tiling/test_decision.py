@@ -17,8 +17,8 @@ from lt_tiled import Tiling
 from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.patch import get_patch
+from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled
-from lt_tiled.tiling.state import EngineNeeds
 from tests.models import GatedMLP, H
 from tests.parity import gradients, randn, worst
 

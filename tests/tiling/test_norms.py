@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from lt_tiled import Tiling, prepare
 from lt_tiled.modules.patch import get_patches
 from lt_tiled.tiling import patch as patched
-from lt_tiled.tiling.call import TiledCall
+from lt_tiled.tiling.call import EngineNeeds, LargestCall, Owner, TiledCall
 from lt_tiled.tiling.patch import TiledPatch
 from lt_tiled.tiling.pending import Pending as DeferredCall
-from lt_tiled.tiling.state import EngineNeeds, LargestCall, Owner
 from tests.meters import flops, peak_bytes
 from tests.models import GatedMLP, H, PythonNorm, tiny_llama
 from tests.parity import gradients, randn, reference, worst
