@@ -24,10 +24,9 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError, TwoThreadsError
 from lt_tiled.tiling.call import Owner, TiledCall
-from lt_tiled.tiling.cut import Assembly, Bounds, Tokens
+from lt_tiled.tiling.cut import Assembly, Bounds, Tokens, flatten
 from lt_tiled.tiling.effects import Probe, check_leaves, copies_in_place, held
 from lt_tiled.tiling.recompute import TOLERANCE, PlainSavedTensors, hidden_from_modes, random_state_kept, version_of
-from lt_tiled.tiling.run import leaves_of
 
 CHECK_TOKENS = 32
 MOST_BYTES = 256 * 2**20
@@ -204,7 +203,7 @@ class _Check:
                     "draws one random mask for several tokens, such as locked dropout or stochastic depth, and each"
                     " tile would draw another."
                 )
-            self._check_graph(leaves_of(output))
+            self._check_graph(flatten(output)[0])
             # 3. Its output and gradients.
             with torch.no_grad():
                 assembly.add(index, output)
@@ -213,7 +212,7 @@ class _Check:
                     has_gradient = one.is_floating_point() or one.is_complex()
                     self.given.append(torch.randn_like(one) if has_gradient else torch.zeros_like(one))
             if with_graph:
-                self._differentiate(leaves_of(output), list(assembly.gradients(self.given))[index], whole)
+                self._differentiate(flatten(output)[0], list(assembly.gradients(self.given))[index], whole)
         return assembly.wholes
 
     def _check_graph(self, outputs: Sequence[Any]) -> None:

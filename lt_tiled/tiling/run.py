@@ -176,11 +176,6 @@ def is_real(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel() > 0
 
 
-def leaves_of(output: Any) -> list[Any]:
-    """Return the leaves of a tile's output."""
-    return flatten(output)[0]
-
-
 def hidden_from_offloaders() -> AbstractContextManager[Any]:
     """Hide the saved tensors of tiles from hooks around; without hooks, hiding costs time for nothing."""
     return PlainSavedTensors() if saves_elsewhere() else nullcontext()
