@@ -20,7 +20,6 @@ from torchmetrics import Metric
 from lt_tiled._log import inform, progress
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.memory import PeakMemory, gib, provides
-from lt_tiled.namespaces import is_a
 from lt_tiled.policies import check_count, parse_bytes
 from lt_tiled.tiling.recompute import random_state_kept
 from lt_tiled.training_step.step import create_optimizer_state, first_batch, run_step, silence, with_length
@@ -134,10 +133,10 @@ class SequenceLengthFinder(Callback):
         fits = True
         memory = PeakMemory(strategy.root_device)
         memory.reset()
-        # Without DDP's reduction: a rank that runs out of memory before it would leave the others waiting.
-        blocked = strategy.block_backward_sync() if is_a(strategy, "DDPStrategy") else nullcontext()
+        # Without a reduction: a rank that runs out of memory before it would leave the others waiting.
+        without_reduction = getattr(strategy, "block_backward_sync", nullcontext)
         try:
-            with blocked:
+            with without_reduction():
                 run_step(strategy, module, with_length(batch, tokens), trainer.optimizers[0])
         except RuntimeError as error:
             if not (is_oom_error(error) or "can't allocate memory" in str(error)):
@@ -167,8 +166,8 @@ def _restored(trainer: pl.Trainer, module: LightningModule) -> Iterator[None]:
     buffers = [(m, name, b, b.detach().clone()) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
     metrics = [(m, copy.deepcopy(m.metric_state), m._update_count) for m in module.modules() if isinstance(m, Metric)]
     log = {name: value for name, value in vars(module).items() if name in ("log", "log_dict")}
-    # DeepSpeed's optimizer state exists from the start.
-    optimizers = [] if is_a(trainer.strategy, "DeepSpeedStrategy") else trainer.optimizers
+    # The state of an engine's own optimizers exists from the start.
+    optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, torch.optim.Optimizer)]
     silence(module)
     try:
         for optimizer in optimizers:

@@ -2,15 +2,10 @@
 
 NOTE [Finding the engine]
 ``prepare`` runs before an engine wraps the model, so what the engine needs is read from the model in the first call of
-a tiled module. Each engine leaves its own mark:
-
-* ZeRO-3: ``ds_id`` on all weights. See NOTE [ZeRO-3 leaves] for what must happen earlier.
-* FSDP2: the class ``FSDPModule``; tensor parallelism: the class ``DTensor``.
-* FSDP: the class ``FullyShardedDataParallel``.
-* DDP, ZeRO-1 and ZeRO-2 need nothing.
-
-A model that ran before an engine wraps it is looked at again: FSDP puts other weights in the place of its weights, of
-which one is enough to see that, and ZeRO-3 tells its leaf modules.
+a tiled module. Each engine leaves its own mark: ZeRO-3 ``ds_id`` on all weights (NOTE [ZeRO-3 leaves] says what must
+happen earlier), FSDP2 and FSDP the classes of their units, tensor parallelism the class of weights. DDP, ZeRO-1 and
+ZeRO-2 need nothing. A model that ran before an engine wraps it is looked at again: FSDP puts other weights in the place
+of its weights, of which one is enough to see that, and ZeRO-3 tells its leaf modules.
 """
 
 from __future__ import annotations
@@ -45,14 +40,13 @@ class Engine(EngineNeeds):
 
     def forget(self) -> None:
         """Look for the engine in the next call."""
-        self.known = False
-        """Whether what was found is final. Otherwise a call looks again if the following changed."""
-        self.holder: Mapping[str, Any] = {}
-        self.name, self.weight = "", object()
+        self.watched: tuple[Mapping[str, Any], str, Any] = ({}, "", object())
+        """One of the weights, where it is, and its name there: a call looks again if there is another one."""
 
     def update(self, module: nn.Module) -> None:
         """Look for the engine in a call of a tiled module, if something changed since the last time."""
-        if not self.known and self.holder.get(self.name) is not self.weight:
+        holder, name, weight = self.watched
+        if holder.get(name) is not weight:
             self.find(module)
 
     def find(self, module: nn.Module) -> None:
@@ -70,20 +64,19 @@ class Engine(EngineNeeds):
         zero3 = any(hasattr(weight, "ds_id") for weight in model.parameters())
         self.one_order = not zero3
         self.pending = _adapt_to_units(model, units) and (not zero3 or adapt_to_zero3(model))
-        self.known = zero3 or self.zeros_for_unused or bool(units)
-        # One of the weights, and where it is.
-        self.holder, self.weight = {}, None
+        # These are final. Others may come after the first calls, and replace the weights.
+        self.watched = ({}, "", None)
+        if zero3 or self.zeros_for_unused or units:
+            return
         for part in module.modules():
             for name, weight in part._parameters.items():
                 if weight is not None and weight.requires_grad:
-                    self.holder, self.name, self.weight = part._parameters, name, weight
+                    self.watched = (part._parameters, name, weight)
                     return
 
 
 def _adapt_to_units(model: nn.Module, units: set[nn.Module]) -> bool:
-    """Return whether norms may be pending, given the FSDP units of a model.
-
-    If a norm or MLP is its own FSDP unit, its weights are gathered only during its call, so nothing is pending.
+    """Return whether norms may be pending: not if a norm or an MLP is a unit, which is all-gathered for its call alone.
 
     Raises:
         ValueError: If there is a unit inside of a tiled module.

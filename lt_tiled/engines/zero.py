@@ -1,27 +1,23 @@
 """ZeRO-3: blocks with tiles are leaf modules, whose gradients are reduced once, after all of their calls.
 
 NOTE [ZeRO-3 leaves]
-ZeRO-3 all-gathers weights in module hooks and frees them after use. Inside a tiled module its hooks would run for every
-tile. So each block with tiled modules is a leaf module: its hooks all-gather all its weights once per forward and
-backward pass, and the tiles run in between.
+ZeRO-3 all-gathers weights in module hooks and frees them after use: inside a tiled module for every tile. So each block
+with tiled modules is a leaf module: its hooks all-gather all its weights once per forward and backward pass.
 
-ZeRO-3 reduces the gradients of a leaf in a backward hook, which torch runs once per call. But autograd sums the
-gradients of a weight over all calls before it sets them: after two calls the first hook would reduce zeros. So that
-hook runs on a token instead:
+ZeRO-3 reduces the gradients of a leaf in a backward hook, which torch runs once per call, but autograd sums the
+gradients of a weight over all calls before it sets them. So that hook runs on a token, a scalar with a gradient:
 
-1. Each leaf has one token, a scalar that requires a gradient.
-2. Each call joins it: a Function takes the call's hidden states and the token, and returns the hidden states.
-3. Autograd computes the token's gradient once, after this Function's backward has run for all calls in the backward
+1. Each call joins it: a Function takes the call's hidden states and the token, and returns the hidden states.
+2. Autograd computes the token's gradient once, after this Function's backward has run for all calls in the backward
    pass. These run last, because autograd runs first what was recorded last, so the gradients of the weights are there.
    ZeRO-3 frees the weights only afterwards: the hook needs their shapes for the gradients that are zero.
-4. A gradient that arrives later, from outside of the leaf (another leaf may share the weight), raises, and so does a
+3. A gradient that arrives later, from outside of the leaf (another leaf may share the weight), raises, and so does a
    call without hidden states.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -37,137 +33,60 @@ _SETS_HOOK = "register_full_backward_hook"
 """The method with which ZeRO-3 sets the hook that reduces a leaf's gradients, and no other engine sets any."""
 
 
-# Leaf modules
-
-
 class LeafPatch(Patch):
     """On a module with tiled modules: makes it a leaf module, should ZeRO-3 wrap the model later."""
 
     order = Order.LEAF
+    hook: Any = None
+    """The hook of ZeRO-3 that reduces the gradients."""
+    token: Tensor | None = None
+    """What the hook runs on: see NOTE [ZeRO-3 leaves]."""
+    ran_in = -1
+    """The backward pass in which the hook ran last."""
 
     def __init__(self, path: str, leaf: nn.Module) -> None:
         self.name = f"{path} ({type(leaf).__name__})"
-        self.handles: list[Any] = []
-        """The hooks on the leaf and its weights, which are removed with its last tiles."""
         self.marked = "_z3_leaf" not in vars(leaf)
         """Whether the mark is ours."""
         vars(leaf)["_z3_leaf"] = True  # as deepspeed.utils.set_z3_leaf_module does, whose import takes seconds
         set_patch(leaf, self, _SETS_HOOK)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Register ZeRO-3's hook on a token, see NOTE [ZeRO-3 leaves], and all others as ever."""
-        hook = args[0]
-        if not is_of(hook, _OF_DEEPSPEED):
+        """Let ZeRO-3's hook run on the token, and register all others as ever."""
+        if not is_of(args[0], _OF_DEEPSPEED):
             return self.inner(module, *args, **kwargs)
         # Modules that ran before have looked for their engine already.
         for _, _, tiled in tiled_patches(module):
             tiled.needs.forget()
-        token = _Token(self.name, hook)
-        for weight in module.parameters():
+        for weight in module.parameters() if self.hook is None else ():
             if weight.requires_grad:
-                self.handles.append(weight.register_post_accumulate_grad_hook(token.refuse_late))
+                weight.register_post_accumulate_grad_hook(self._refuse_late)
+        # The engine of ``fit`` follows that of ``validate``.
+        self.hook, self.token = args[0], None
         # The last one, so inside of what frees the weights.
-        return module.register_forward_pre_hook(token.join, with_kwargs=True)
-
-
-def patch_leaves(model: nn.Module, blocks: bool = True) -> None:
-    """Prepare a model with patched modules for ZeRO-3: make ``blocks`` leaf modules, or patch those of a user alone.
-
-    Raises:
-        ValueError: If ZeRO-3 wraps the model already, and would shard weights while tiles need them.
-    """
-    whole = whole_modules(model)
-    if not whole or find_spec("deepspeed") is None:
-        return
-    leaves = [(path, module) for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
-    if any(is_of(hook, _OF_DEEPSPEED) for _, module in whole for hook in module._forward_pre_hooks.values()):
-        # Another engine may follow, as that of ``fit`` follows that of ``validate``: leaves stay leaves.
-        check_leaves(model)
-    elif blocks:
-        leaves += whole
-    for path, leaf in outermost(leaves):
-        if any(tiled_patches(leaf)) and get_patch(leaf, LeafPatch, _SETS_HOOK) is None:
-            LeafPatch(path, leaf)
-
-
-def restore_leaves(model: nn.Module) -> None:
-    """Undo :func:`patch_leaves` on leaves without tiles, including those that another ``prepare`` patched.
-
-    Marks stay if ZeRO-3 wraps the model: its engine still reads them.
-    """
-    for leaf in model.modules():
-        patch = get_patch(leaf, LeafPatch, _SETS_HOOK)
-        if patch is None or any(tiled_patches(leaf)):
-            continue
-        remove_patch(leaf, patch)
-        for handle in patch.handles:
-            handle.remove()
-        if patch.marked and leaf not in _leaves_of(leaf):
-            del vars(leaf)["_z3_leaf"]
-
-
-def _leaves_of(module: nn.Module) -> set[nn.Module | None]:
-    """Return the leaf modules with which the weights of a module are all-gathered; ``None`` for those without one."""
-    return {getattr(weight, "ds_z3_leaf_module", None) for weight in module.parameters()}
-
-
-# What the engine needs
-
-
-def adapt_to_zero3(model: nn.Module) -> bool:
-    """Return whether norms may be pending under ZeRO-3: if their weights are all-gathered with those of the MLP.
-
-    Raises:
-        ValueError: If it would shard weights while tiles need them.
-    """
-    check_leaves(model)
-    return all(len(_leaves_of(module)) < 2 for _, module in whole_modules(model))
-
-
-def check_leaves(model: nn.Module) -> None:
-    """Raise ``ValueError`` if ZeRO-3 would shard weights while tiles need them."""
-    for _, module, tiled in tiled_patches(model):
-        if None in _leaves_of(module):
-            raise ValueError(
-                f"{tiled.name} is tiled and not inside a leaf module of ZeRO-3, which would shard its weights between"
-                " tiles: call prepare before deepspeed.initialize, or use TiledDeepSpeedStrategy(stage=3); a"
-                " callback runs too late."
-            )
-
-
-# The token
-
-
-class _Token:
-    """Runs a backward hook of a leaf once per backward pass, after all its calls: see NOTE [ZeRO-3 leaves]."""
-
-    def __init__(self, name: str, hook: Any) -> None:
-        self.name, self.hook = name, hook
-        self.tensor: Tensor | None = None
-        self.ran_in = -1
-        """The backward pass in which the hook ran last."""
+        return module.register_forward_pre_hook(self._join, with_kwargs=True)
 
     @without_compiler
-    def join(self, leaf: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _join(self, leaf: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let a call's hidden states, its first floating-point tensor, go through a node that the token waits for."""
         if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in leaf.parameters())):
             return None
         tensors, arguments = split_arguments(args, kwargs)
         for index, tensor in enumerate(tensors):
             if tensor.is_floating_point():
-                if self.tensor is None:
-                    self.tensor = tensor.new_zeros((), requires_grad=True)
-                    self.tensor.register_hook(partial(self._run, leaf))
-                tensors[index] = _Join.apply(tensor, self.tensor)
+                if self.token is None:
+                    self.token = tensor.new_zeros((), requires_grad=True)
+                    self.token.register_hook(partial(self._reduce, leaf))
+                tensors[index] = _Join.apply(tensor, self.token)
                 return arguments.call_with(tensors)
         raise self._lost()
 
     @without_compiler
-    def _run(self, leaf: nn.Module, _: Tensor) -> None:
+    def _reduce(self, leaf: nn.Module, _: Tensor) -> None:
         self.hook(leaf, (), ())
         self.ran_in = torch._C._current_graph_task_id()
 
-    def refuse_late(self, _: Tensor) -> None:
+    def _refuse_late(self, _: Tensor) -> None:
         """Raise ``RuntimeError`` if the gradient of a weight arrives after ZeRO-3 took those of the leaf."""
         if self.ran_in == torch._C._current_graph_task_id():
             raise self._lost()
@@ -187,3 +106,55 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient, gradient.new_zeros(())
+
+
+def patch_leaves(model: nn.Module, blocks: bool = True) -> None:
+    """Prepare a model with patched modules for ZeRO-3: make ``blocks`` leaf modules, or patch those of a user alone.
+
+    Raises:
+        ValueError: If ZeRO-3 wraps the model already, and would shard weights while tiles need them.
+    """
+    whole = whole_modules(model)
+    leaves = [(path, module) for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
+    if any(is_of(hook, _OF_DEEPSPEED) for _, module in whole for hook in module._forward_pre_hooks.values()):
+        adapt_to_zero3(model)  # it is too late for more leaves
+    elif blocks:
+        leaves += whole
+    for path, leaf in outermost(leaves):
+        if any(tiled_patches(leaf)) and get_patch(leaf, LeafPatch, _SETS_HOOK) is None:
+            LeafPatch(path, leaf)
+
+
+def restore_leaves(model: nn.Module) -> None:
+    """Undo :func:`patch_leaves` on leaves without tiles, including those that another ``prepare`` patched.
+
+    Marks stay if ZeRO-3 wraps the model: its engine still reads them.
+    """
+    for leaf in model.modules():
+        patch = get_patch(leaf, LeafPatch, _SETS_HOOK)
+        if patch is None or any(tiled_patches(leaf)):
+            continue
+        remove_patch(leaf, patch)
+        if patch.marked and leaf not in _leaves_of(leaf):
+            del vars(leaf)["_z3_leaf"]
+
+
+def adapt_to_zero3(model: nn.Module) -> bool:
+    """Return whether norms may be pending under ZeRO-3: if their weights are all-gathered with those of the MLP.
+
+    Raises:
+        ValueError: If it would shard weights while tiles need them.
+    """
+    for _, module, tiled in tiled_patches(model):
+        if None in _leaves_of(module):
+            raise ValueError(
+                f"{tiled.name} is tiled and not inside a leaf module of ZeRO-3, which would shard its weights between"
+                " tiles: call prepare before deepspeed.initialize, or use TiledDeepSpeedStrategy(stage=3); a"
+                " callback runs too late."
+            )
+    return all(len(_leaves_of(module)) < 2 for _, module in whole_modules(model))
+
+
+def _leaves_of(module: nn.Module) -> set[nn.Module | None]:
+    """Return the leaf modules with which the weights of a module are all-gathered; ``None`` for those without one."""
+    return {getattr(weight, "ds_z3_leaf_module", None) for weight in module.parameters()}

@@ -20,7 +20,7 @@ from lt_tiled.errors import NothingFoundError
 from lt_tiled.lm.models import add_adapters, make_config, make_lora_config, refusing, require
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import find_losses, loss_function_set, patch_losses
-from lt_tiled.modules.find import plain_name
+from lt_tiled.modules.find import full_shape, is_flat, plain_name
 from lt_tiled.policies import as_loss, check_count
 from lt_tiled.sequence_parallel.region import gathered
 
@@ -101,9 +101,8 @@ class CausalLM(LightningModule):
             except NothingFoundError:
                 kind = type(model).__name__
                 inform(f"the loss of {kind} is not tiled: the model does not compute it from labels and a linear head")
-        # Sharding flattens weights, so this must be known by name before. ZeRO-3 shards them as they are made.
-        shapes = {name: getattr(weight, "ds_shape", weight.shape) for name, weight in self.named_parameters()}
-        self._vectors = {name for name, shape in shapes.items() if len(shape) <= 1}
+        # Sharding flattens weights, so this must be known by name before.
+        self._vectors = {name for name, weight in self.named_parameters() if len(full_shape(weight)) <= 1}
 
     def _load(self, config: Any) -> Any:
         """Return a new transformers model with this configuration, or without one the model in ``path``."""
@@ -200,7 +199,7 @@ class CausalLM(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         weights = [(plain_name(name), p) for name, p in self.named_parameters() if p.requires_grad]
-        if any("_flat_param" in name for name, _ in weights):
+        if any(is_flat(weight) for _, weight in weights):
             warn("FSDP with use_orig_params=False has one tensor per FSDP unit: biases and norms get weight decay too.")
         groups: list[dict[str, Any]] = [
             {"params": [p for name, p in weights if name not in self._vectors], "weight_decay": self.weight_decay},

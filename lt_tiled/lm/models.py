@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lt_tiled._log import warn
+from lt_tiled.strategies.deepspeed import not_sharded_yet
 
 
 def require(package: str, install: str) -> None:
@@ -61,18 +62,8 @@ def make_lora_config(fields: Mapping[str, Any]) -> Any:
 
 
 def add_adapters(model: Any, lora_config: Any) -> Any:
-    """Return the model with new LoRA adapters, which do not change its outputs yet.
-
-    ZeRO-3 shards them when it starts: in its context it would do so before peft has set them to zero.
-    """
+    """Return the model with new LoRA adapters, which do not change its outputs yet."""
     from peft import get_peft_model
 
-    if not any(hasattr(weight, "ds_id") for weight in model.parameters()):
+    with not_sharded_yet(model):  # before peft has set them to zero
         return get_peft_model(model, lora_config)
-    from deepspeed.runtime.zero import partition_parameters as zero
-
-    zero.shutdown_init_context()
-    try:
-        return get_peft_model(model, lora_config)
-    finally:
-        zero.restore_init_context()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from lt_tiled.modules.find import children_of, walk, walk_all
+from lt_tiled.modules.find import children_of, full_shape, walk, walk_all
 
 _METHODS = ("_ff_block", "feed_forward_chunk", "ff_chunk")
 """Methods that are a block's MLP: those of torch's layers, of BERT-like layers, and of ALBERT and Longformer."""
@@ -224,7 +224,7 @@ def _weights(module: nn.Module, experts: int = 1) -> Iterator[tuple[nn.Parameter
     """Yield each weight, its shape, and the number of experts that it is of, or that are in its list; else 1."""
     for weight in module._parameters.values():
         if weight is not None:
-            shape = getattr(weight, "ds_shape", weight.shape)  # ZeRO-3 leaves an empty tensor in its place
+            shape = full_shape(weight)
             yield weight, shape, shape[0] if len(shape) == 3 else experts
     for name, child in children_of(module):
         yield from _weights(child, len(child) if name == "experts" and isinstance(child, nn.ModuleList) else experts)

@@ -102,9 +102,9 @@ def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
     norms: list[Tileable] = []
     for path, norm in walk(model):
         if is_norm(norm) and not any(norm.children()) and norm not in taken and not is_one_kernel(norm):
-            block = blocks.get(norm)
-            behind = () if block is None else _projections_of_attention(block)
-            norms.append(Tileable(path, norm, parent=block, after=behind, norm_of=hidden))
+            parent = blocks.get(norm)
+            behind = () if parent is None else _projections_of_attention(parent)
+            norms.append(Tileable(path, norm, parent=parent, after=behind, norm_of=hidden))
     return norms
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lt_tiled._log import warn
+from lt_tiled.modules.find import plain_name
+from lt_tiled.namespaces import is_a
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
 
 if TYPE_CHECKING:
@@ -135,3 +137,51 @@ class FabricDeepSpeed(_DeepSpeed, TiledFabricStrategy):
 
     def module_sharded_context(self) -> Any:
         return self.sharded_context(super().module_sharded_context)  # type: ignore[misc]
+
+
+# What other packages need to know of it
+
+
+def keeps_gradients(strategy: Any) -> bool:
+    """Whether the engine of a strategy has the gradients, and weights do not: see :func:`full_gradients`."""
+    return is_a(strategy, "DeepSpeedStrategy")
+
+
+def full_gradients(strategy: Any, module: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of DeepSpeed's engine, which it has until the optimizer steps."""
+    from deepspeed.utils import safe_get_full_grad
+
+    scale = getattr(strategy.deepspeed_engine.optimizer, "loss_scale", 1.0)
+    weights = {plain_name(name): p for name, p in module.named_parameters() if p.requires_grad}
+    return {name: safe_get_full_grad(weight).cpu() / scale for name, weight in weights.items()}
+
+
+def step_with_own_optimizer(strategy: Any) -> None:
+    """Let the module's optimizer step, not one of the config, or one of DeepSpeed's."""
+    config = {name: value for name, value in strategy.config.items() if name not in ("optimizer", "scheduler")}
+    strategy.config = config | {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+
+
+def gathered(weights: Iterable[Tensor], change: bool = False) -> Any:
+    """All-gather weights that ZeRO-3 shards, to read them, or to change them as the first rank does."""
+    sharded = [weight for weight in weights if hasattr(weight, "ds_id")]
+    if not sharded:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if change else None)
+
+
+@contextmanager
+def not_sharded_yet(model: nn.Module) -> Iterator[None]:
+    """Let ZeRO-3 shard what is added to a sharded model when it starts, and not as it is made."""
+    if not any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        yield
+        return
+    from deepspeed.runtime.zero import partition_parameters as zero
+
+    zero.shutdown_init_context()
+    try:
+        yield
+    finally:
+        zero.restore_init_context()

@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.policies import check_count
 from lt_tiled.report import show
 from lt_tiled.sequence_parallel.self_check import rounds_products
+from lt_tiled.strategies.deepspeed import keeps_gradients, step_with_own_optimizer
 from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch, tiled_patches
 from lt_tiled.tiling.places import is_equal
@@ -122,11 +122,8 @@ def _fit(
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     kept = [callback for callback in callbacks if isinstance(callback, AppliesPolicies)]
     run = Trainer(**{**trainer, **_NO_STEPS, "strategy": strategy, "callbacks": [*kept, comparison]})
-    if isinstance(run.strategy, DeepSpeedStrategy):
-        assert run.strategy.config is not None
-        config = {name: value for name, value in run.strategy.config.items() if name not in ("optimizer", "scheduler")}
-        config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
-        run.strategy.config = config
+    if keeps_gradients(run.strategy):
+        step_with_own_optimizer(run.strategy)
 
     def configure_optimizers() -> GradientReader:
         assert run.model is not None

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from lt_tiled.memory import PeakMemory
-from lt_tiled.modules.find import plain_name, unwrapped, walk
+from lt_tiled.modules.find import is_flat, plain_name, unwrapped, walk
 from lt_tiled.modules.patch import turned_off
 from lt_tiled.namespaces import is_a
+from lt_tiled.strategies.deepspeed import full_gradients, gathered, keeps_gradients
 from lt_tiled.tiling.observe import History, Observation
 from lt_tiled.tiling.recompute import RandomState, random_state_kept
 from lt_tiled.training_step.ranks import ranks_fail_together
@@ -88,7 +86,7 @@ class EngineSteps:
         self.trainer, self.module, self.batch, self.reader = trainer, module, batch, reader
         self.strategy, self.optimizer = trainer.strategy, trainer.optimizers[0]
         self.device: torch.device = self.strategy.root_device
-        self.deepspeed = self.strategy.deepspeed_engine if isinstance(self.strategy, DeepSpeedStrategy) else None
+        self.engine_has_gradients = keeps_gradients(self.strategy)
         self.state, self.buffers = observe(module), buffers_of(module)
         self.draws = False
         """Whether a step so far drew random numbers."""
@@ -104,7 +102,7 @@ class EngineSteps:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full weights by name, on the CPU; while the optimizer reads gradients, these."""
-        return full_state(self.trainer.model if self.deepspeed is None else self.module)
+        return full_state(self.module if self.engine_has_gradients else self.trainer.model)
 
     def _count(self) -> tuple[int, int]:
         """Run the step and return its FLOPs, and the peak of the bytes that it allocates."""
@@ -125,12 +123,12 @@ class EngineSteps:
         def closure() -> Tensor:
             nonlocal loss, gradients
             loss = self._run()
-            if self.deepspeed is not None:
-                gradients = deepspeed_gradients(self.deepspeed, self.module)
+            if self.engine_has_gradients:
+                gradients = full_gradients(self.strategy, self.module)
             return loss
 
         self._optimizer_step(closure)
-        if self.deepspeed is None:
+        if not self.engine_has_gradients:
             gradients = without_untrained(self.module, self.reader.read(self.weights))
         self.optimizer.zero_grad()
         return self.values(self.module, loss, gradients)
@@ -226,10 +224,10 @@ class GradientReader(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module) -> None:
         # The state dict has the parts of flat weights: those of frozen ones must not be taken for gradients.
-        weights = [weight for weight in model.parameters() if weight.requires_grad or isinstance(weight, FlatParameter)]
+        weights = [weight for weight in model.parameters() if weight.requires_grad or is_flat(weight)]
         if not weights:
             raise ValueError("All weights are frozen, so there are no gradients to compare: train at least one weight.")
-        _fill_zeros(weight for weight in weights if weight.requires_grad)  # before DeepSpeed copies the weights
+        _fill_zeros(weight for weight in weights if weight.requires_grad)  # before an engine copies the weights
         super().__init__(weights, {"lr": 0.0})
         self.steps = 0
 
@@ -252,18 +250,9 @@ class GradientReader(torch.optim.Optimizer):
                 weight.copy_(value)
 
 
-def deepspeed_gradients(engine: Any, module: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of DeepSpeed's engine, which it has until the optimizer steps."""
-    from deepspeed.utils import safe_get_full_grad
-
-    scale = getattr(engine.optimizer, "loss_scale", 1.0)
-    weights = {plain_name(name): p for name, p in module.named_parameters() if p.requires_grad}
-    return {name: safe_get_full_grad(weight).cpu() / scale for name, weight in weights.items()}
-
-
 def full_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of a model with full weights, on the CPU."""
-    with _gathered(model.parameters()):
+    with gathered(model.parameters()):
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         return {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, Tensor)}
 
@@ -282,17 +271,7 @@ def _fill_zeros(weights: Iterable[Tensor]) -> None:
     """Replace zeros by small numbers: weights before zeros, as in a new LoRA adapter, have no gradient to compare."""
     for index, weight in enumerate(weights):
         random = torch.Generator().manual_seed(index)  # replicas stay alike
-        with _gathered([weight], change=True):  # one by one: all may not fit on a device
+        with gathered([weight], change=True):  # one by one: all may not fit on a device
             own = weight.to_local() if isinstance(weight, DTensor) else weight
             noise = torch.normal(0.0, 0.01, own.shape, generator=random)
             own.copy_(torch.where(own == 0, noise.to(own), own))
-
-
-def _gathered(weights: Iterable[Tensor], change: bool = False) -> Any:
-    """All-gather weights that ZeRO-3 shards, to read them, or to change them as the first rank does."""
-    sharded = [weight for weight in weights if hasattr(weight, "ds_id")]
-    if not sharded:
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if change else None)
