@@ -188,7 +188,6 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_dynamo": backend_of_the_caller,
     "_i_will_not_complain_if_bc_breaks_InstructionTranslator": backend_of_the_caller,
     "_ff_block": lambda: all(hasattr(c, "_ff_block") for c in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)),
-    "_flat_param": lambda: torch.distributed.fsdp.fully_sharded_data_parallel.FLAT_PARAM == "_flat_param",
     "_forward_hooks": hooked("register_forward_hook", "_forward_hooks"),
     "_forward_hooks_with_kwargs": hooked("register_forward_hook", "_forward_hooks_with_kwargs", with_kwargs=True),
     "_forward_pre_hooks": hooked("register_forward_pre_hook", "_forward_pre_hooks"),

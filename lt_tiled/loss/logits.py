@@ -19,6 +19,7 @@ from lt_tiled._log import inform
 from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import linear
+from lt_tiled.modules.find import ENGINES
 from lt_tiled.modules.patch import HOOKS, Order, SharedPatch, is_of
 from lt_tiled.tiling.call import LargestCall, TileFunction
 from lt_tiled.tiling.effects import check_leaves
@@ -26,9 +27,6 @@ from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.pending import Deferred
 from lt_tiled.tiling.recompute import Precision, is_transformed, version_of
 from lt_tiled.tiling.weights import in_places, one_thread, swapped, weights_of
-
-_ENGINES = ("torch.distributed.fsdp", "deepspeed", "lt_tiled")
-"""Packages whose hooks on a head gather weights alone. Those of tensor parallelism change its input and output."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class HeadPatch(SharedPatch):
             return self.inner(module, *args, **kwargs)
         hooks = [h for place in HOOKS for h in list(getattr(module, place).values())]
         (hidden,) = args
-        if not all(is_of(hook, _ENGINES) for hook in hooks) or hasattr(hidden, "placements"):  # a DTensor
+        if not all(is_of(hook, ENGINES) for hook in hooks) or hasattr(hidden, "placements"):  # a DTensor
             inform(
                 f"the loss of {self.name} is not tiled: hooks on its head, or tensor parallelism, need full logits",
                 once=f"hooks {self.name}",

@@ -11,6 +11,8 @@ from torch.distributed.fsdp import FlatParameter
 
 Target = str | Callable[[str, nn.Module], bool]
 """A class name, a path glob, or a function of a module's path and the module that chooses."""
+ENGINES = ("torch.distributed.fsdp", "deepspeed", "lt_tiled")
+"""Packages whose hooks gather weights alone. Those of tensor parallelism change a module's input and output."""
 
 
 def has_class(module: nn.Module, names: Iterable[str]) -> bool:

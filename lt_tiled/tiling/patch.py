@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import MLPSizes, Tileable, cannot_be_tiled, find_sizes, is_one_kernel, parts_below
-from lt_tiled.modules.find import outermost, walk, walk_all
+from lt_tiled.modules.find import ENGINES, outermost, walk, walk_all
 from lt_tiled.modules.patch import HOOKS, Order, Patch, get_patch, get_patches, is_of, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.anchor import Through, run_untiled, several_ranks
@@ -49,7 +49,7 @@ from lt_tiled.tiling.run import is_real, run_tiled
 from lt_tiled.tiling.weights import one_thread
 
 CallWithInputs = tuple[TiledCall, list[Tensor]]
-_NO_USERS = ("torch.", "deepspeed.", "lt_tiled.", CAPTURING)
+_NO_USERS = ("torch.", *ENGINES, CAPTURING)
 """Packages whose hooks compute weights, follow modules or record outputs."""
 
 
