@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.find import outermost
 from lt_tiled.modules.patch import Order, Patch, get_patch, is_of, remove_patch, set_patch, without_compiler
-from lt_tiled.tiling.call import split_arguments
 from lt_tiled.tiling.patch import tiled_patches, whole_modules
 
 _OF_DEEPSPEED = ("deepspeed.",)
@@ -71,14 +71,17 @@ class LeafPatch(Patch):
         """Let a call's hidden states, its first floating-point tensor, go through a node that the token waits for."""
         if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in leaf.parameters())):
             return None
-        tensors, arguments = split_arguments(args, kwargs)
-        for index, tensor in enumerate(tensors):
-            if tensor.is_floating_point():
+        # Lists and dictionaries stay the caller's own objects, because a module may add to them.
+        leaves, tree = pytree.tree_flatten(
+            (args, kwargs), lambda node: isinstance(node, list | dict) and node is not kwargs
+        )
+        for index, tensor in enumerate(leaves):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 if self.token is None:
                     self.token = tensor.new_zeros((), requires_grad=True)
                     self.token.register_hook(partial(self._reduce, leaf))
-                tensors[index] = _Join.apply(tensor, self.token)
-                return arguments.call_with(tensors)
+                leaves[index] = _Join.apply(tensor, self.token)
+                return pytree.tree_unflatten(leaves, tree)
         raise self._lost()
 
     @without_compiler
