@@ -20,7 +20,7 @@ from lt_tiled.loss.autograd import LossTiles, loss_bounds
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import linear
 from lt_tiled.modules.find import ENGINES
-from lt_tiled.modules.patch import HOOKS, Order, SharedPatch, is_of
+from lt_tiled.modules.patch import HOOKS, Order, Patch, is_of
 from lt_tiled.tiling.call import LargestCall, TileFunction
 from lt_tiled.tiling.effects import check_leaves
 from lt_tiled.tiling.observe import Observation, restored
@@ -36,8 +36,8 @@ class OnHead:
     function: Callable[[nn.Module, Tensor], Tensor]
 
 
-class HeadPatch(SharedPatch):
-    """On the head of a model that computes its own loss; each owner's value says how many tiles."""
+class HeadPatch(Patch):
+    """On the head of a model that computes its own loss, for one owner."""
 
     order = Order.HEAD
 
@@ -46,8 +46,8 @@ class HeadPatch(SharedPatch):
     grad_mode: bool | None = None
     """The gradient mode of the model's call, while the model computes a loss in tiles."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, num_shards: int | Literal["auto"], owner: object) -> None:
+        self.name, self.num_shards, self.owner = name, num_shards, owner
         self.largest = LargestCall()
         self.untiled = False
         """Whether the model's code does not call its head."""
@@ -56,11 +56,6 @@ class HeadPatch(SharedPatch):
         copy: Any = super().__deepcopy__(memo)
         copy.largest = replace(self.largest)
         return copy
-
-    @property
-    def num_shards(self) -> int | Literal["auto"]:
-        """The number of tiles that was asked for last."""
-        return next((count for count in reversed(self.owners.values()) if isinstance(count, int)), "auto")
 
     def plain(self, head: nn.Module) -> bool:
         """Whether the head computes what its weight and bias say, which are tensors of torch."""

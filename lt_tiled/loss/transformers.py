@@ -22,14 +22,17 @@ from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.logits import DeferredLogits, HeadPatch
 from lt_tiled.modules.cache import by_name
 from lt_tiled.modules.find import walk_all
-from lt_tiled.modules.patch import Order, SharedPatch, get_patch, get_patches, remove_patch, set_patch
+from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, remove_patch, set_patch
 from lt_tiled.policies import LossShards
 
 
-class LossPatch(SharedPatch):
-    """On a model that computes its own loss; each owner's value says whether in tiles in evaluation, too."""
+class LossPatch(Patch):
+    """On a model that computes its own loss, for one owner: in tiles in training, and maybe in evaluation, too."""
 
     order = Order.CALLER
+
+    def __init__(self, name: str, evaluation: bool, owner: object) -> None:
+        self.name, self.evaluation, self.owner = name, evaluation, owner
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the head know whether the model computes a loss in tiles."""
@@ -38,7 +41,7 @@ class LossPatch(SharedPatch):
         if head is None or torch.compiler.is_compiling():
             return self.inner(module, *args, **kwargs)
         labeled = by_name(type(module).forward, args, kwargs).get("labels") is not None
-        tiles = labeled and (module.training or any(self.owners.values()))
+        tiles = labeled and (module.training or any(patch.evaluation for patch in get_patches(module, LossPatch)))
         before, head.grad_mode = head.grad_mode, torch.is_grad_enabled() if tiles else None
         try:
             output = self.inner(module, *args, **kwargs)
@@ -91,22 +94,18 @@ def patch_losses(
     for _, module in found:
         head, name = _head_of(module), type(module).__name__
         assert head is not None
-        if get_patch(module, LossPatch) is None:
-            set_patch(module, LossPatch(name))
-        if get_patch(head, HeadPatch) is None:
-            set_patch(head, HeadPatch(name))
-        for on_model in get_patches(module, LossPatch):
-            on_model.owners[owner] = evaluation or loss == "always"
-        for on_head in get_patches(head, HeadPatch):
-            on_head.owners[owner] = loss
+        set_patch(module, LossPatch(name, evaluation or loss == "always", owner))
+        before = get_patch(head, HeadPatch)
+        if before is None or before.owner is not owner:  # models may share a head
+            default = "auto" if before is None else before.num_shards
+            set_patch(head, HeadPatch(name, loss if isinstance(loss, int) else default, owner))
 
 
 def restore_losses(model: nn.Module, owner: object) -> None:
     """Undo :func:`patch_losses`."""
     for _, module in walk_all(model):
         for patch in (*get_patches(module, LossPatch), *get_patches(module, HeadPatch)):
-            patch.owners.pop(owner, None)
-            if not patch.owners:
+            if patch.owner is owner:
                 remove_patch(module, patch)
 
 

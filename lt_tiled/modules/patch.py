@@ -111,21 +111,6 @@ class Patch:
         return type(None), ()  # a pickled module must load where lt_tiled is not installed
 
 
-class SharedPatch(Patch):
-    """A patch that several owners may set, and that is there until the last of them removes it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        """The name in messages."""
-        self.owners: dict[object, Any] = {}
-        """The owners, and what each asked for."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        copy = super().__deepcopy__(memo)
-        copy.__dict__["owners"] = dict(self.owners)
-        return copy
-
-
 def set_patch(module: nn.Module, patch: Patch, method: str = "forward") -> None:
     """Let a patch run in its place among the patches of a method."""
     patch.method = method

@@ -252,9 +252,8 @@ def force_tiles(patches: list[Patch]) -> None:
             patch.largest = LargestCall()  # whatever ran before
         if isinstance(patch, TiledPatch) and patch.tiling.num_shards in ("auto", 1):
             patch.tiling = replace(patch.tiling, num_shards=_TILES, tile_tokens=None)
-        elif isinstance(patch, HeadPatch):
-            count = patch.num_shards
-            patch.owners = dict.fromkeys(patch.owners, _TILES if count in ("auto", 1) else count)
+        elif isinstance(patch, HeadPatch) and patch.num_shards in ("auto", 1):
+            patch.num_shards = _TILES
         elif isinstance(patch, BlockPatch) and patch.offload is not None:
             patch.offload.offloader.min_bytes = 0
 
