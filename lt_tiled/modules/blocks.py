@@ -20,26 +20,30 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     repeat, such as experts, heads or convolutions with their norms, are no blocks. If nothing repeats, a layer that is
     alone in a ``ModuleList`` is one (ALBERT).
     """
-    candidates: set[nn.Module] = set()
-    layers: set[nn.Module] = set()
-    alone: list[tuple[str, nn.Module]] = []
     # 1. Layers of a known class, and children that repeat.
-    for _, module in outermost((path, m) for path, m in walk(model) if has_class(m, BLOCK_CLASSES)):
-        candidates.add(module)
-        layers.add(module)
+    known = outermost((path, m) for path, m in walk(model) if has_class(m, BLOCK_CLASSES))
+    layers = {module for _, module in known}
+    candidates = set(layers)
+    composed: list[nn.Module] = []
+    alone: list[tuple[str, nn.Module]] = []
     for path, container in walk_all(model):
         if isinstance(container, nn.ModuleList | nn.Sequential):
             # Bare projections, activations and lists are no candidates.
-            composed = [(name, m) for name, m in children_of(container) if has_forward(m) and any(m.children())]
-            count = Counter(type(m) for _, m in composed)
-            for name, module in composed:
+            children = [(name, m) for name, m in children_of(container) if has_forward(m) and any(m.children())]
+            count = Counter(type(m) for _, m in children)
+            for name, module in children:
+                composed.append(module)
                 if count[type(module)] > 1:
                     candidates.add(module)
                     if has_mixer(module) and mlp_widths(module) is not None:
                         layers.add(module)
                 if isinstance(container, nn.ModuleList) and len(container) == 1:
                     alone.append((f"{path}.{name}".lstrip("."), module))
-    # 2. What contains layers is a stage.
+    # 2. A layer of a stage may be alone in another stage.
+    kinds = {type(module) for module in layers if layers.isdisjoint(_below(module))}
+    layers.update(module for module in composed if type(module) in kinds)
+    # 3. What contains layers is a stage.
+    candidates |= layers
     found = outermost((path, m) for path, m in walk(model) if m in candidates and layers.isdisjoint(_below(m)))
     return found or outermost(alone)
 
