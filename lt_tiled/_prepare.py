@@ -25,7 +25,7 @@ from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
 from lt_tiled.modules.cache import patch_models
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import has_class, walk
-from lt_tiled.modules.patch import Patch, get_patch, get_patches, remove_patches
+from lt_tiled.modules.patch import Patch, get_patch, get_patches, remove_patch
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.policies import (
@@ -123,8 +123,9 @@ class Prepared(AbstractContextManager["Prepared"]):
             for path, block in unpatched:
                 offload = BlockOffload(self.offloader, path, model) if self.offloader else None
                 mode = AttentionMode() if block in call_torch else None
-                patch_block(block, BlockPatch(offload, keep, mode, chooses))
-                undo.callback(remove_patches, block, BlockPatch)
+                patch = BlockPatch(offload, keep, mode, chooses)
+                patch_block(block, patch)
+                undo.callback(remove_patch, block, patch)
             if unpatched:
                 patch_models(model, undo)
             for part in shared:

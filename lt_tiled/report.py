@@ -171,7 +171,7 @@ class Report:
 def _sums_of(module: nn.Module, patch: TiledPatch) -> tuple[int, int]:
     """Return the bytes of the gradient sums of a mixture of experts, and how many ``accumulate="param"`` saves."""
     sizes, weight = patch.spec.sizes, next(module.parameters(), None)  # FSDP keeps flat weights elsewhere
-    if sizes is None or not sizes.is_mixture or weight is None:
+    if sizes is None or sizes.summed <= sizes.used or weight is None:
         return 0, 0
     dtype = weight.dtype
     nbytes = sizes.summed * sum_dtype(dtype, patch.tiling.accumulate).itemsize

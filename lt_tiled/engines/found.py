@@ -4,8 +4,8 @@ NOTE [Finding the engine]
 ``prepare`` runs before an engine wraps the model, so what the engine needs is read from the model in the first call of
 a tiled module. Each engine leaves its own mark: ZeRO-3 ``ds_id`` on all weights (NOTE [ZeRO-3 leaves] says what must
 happen earlier), FSDP2 and FSDP the classes of their units, tensor parallelism the class of weights. DDP, ZeRO-1 and
-ZeRO-2 need nothing. A model that ran before an engine wraps it is looked at again: FSDP puts other weights in the place
-of its weights, of which one is enough to see that, and ZeRO-3 tells its leaf modules.
+ZeRO-2 need nothing. A model that ran before is looked at again: FSDP puts other weights in the place of its weights, of
+which one is enough to see that, and ZeRO-3 tells its leaf modules.
 """
 
 from __future__ import annotations
@@ -39,31 +39,33 @@ class Engine(EngineNeeds):
         return copy
 
     def forget(self) -> None:
-        """Look for the engine in the next call."""
         self.watched: tuple[Mapping[str, Any], str, Any] = ({}, "", object())
         """One of the weights, where it is, and its name there: a call looks again if there is another one."""
 
     def update(self, module: nn.Module) -> None:
-        """Look for the engine in a call of a tiled module, if something changed since the last time."""
         holder, name, weight = self.watched
         if holder.get(name) is not weight:
             self.find(module)
 
     def find(self, module: nn.Module) -> None:
-        """Find what wraps the model that this tiled module is a part of."""
+        """Find what wraps the model of this tiled module, and raise ``ValueError`` if tiles cannot run in it."""
         model = self._model()
         model = module if model is None else model  # a compiled model has a length if what it compiles has one
         units: set[nn.Module] = set()
         for part in model.modules():
             if isinstance(part, FullyShardedDataParallel | FSDPModule):
                 units.add(unwrapped(part))
+        _refuse_units_inside(model, units)
         # FSDP2 reduces only gradients that exist, and ranks whose tokens chose different experts would differ.
         sharded = (*units, *model.parameters())
         self.zeros_for_unused = any(isinstance(each, FSDPModule | DTensor) for each in sharded)
         # ZeRO-3 reduces the gradients of a leaf in an order of its own.
         zero3 = any(hasattr(weight, "ds_id") for weight in model.parameters())
         self.one_order = not zero3
-        self.pending = _adapt_to_units(model, units) and (not zero3 or adapt_to_zero3(model))
+        # The weights of a norm or an MLP that is a unit are there during its call alone.
+        self.pending = not any(get_patch(unit, TiledPatch) for unit in units)
+        if zero3:
+            self.pending = adapt_to_zero3(model)
         # These are final. Others may come after the first calls, and replace the weights.
         self.watched = ({}, "", None)
         if zero3 or self.zeros_for_unused or units:
@@ -75,12 +77,7 @@ class Engine(EngineNeeds):
                     return
 
 
-def _adapt_to_units(model: nn.Module, units: set[nn.Module]) -> bool:
-    """Return whether norms may be pending: not if a norm or an MLP is a unit, which is all-gathered for its call alone.
-
-    Raises:
-        ValueError: If there is a unit inside of a tiled module.
-    """
+def _refuse_units_inside(model: nn.Module, units: set[nn.Module]) -> None:
     for path, module, _ in tiled_patches(model) if units else ():
         for name, part in module.named_modules():
             if unwrapped(part) in units and part is not module:
@@ -89,4 +86,3 @@ def _adapt_to_units(model: nn.Module, units: set[nn.Module]) -> bool:
                     f"{path} ({kind}) is tiled, and {name} inside it is an FSDP unit, all-gathered for every tile. Make"
                     f" the block or the whole {kind} the unit (auto_wrap_policy={{MyBlock}}, fully_shard(block))."
                 )
-    return not any(get_patch(unit, TiledPatch) for unit in units)

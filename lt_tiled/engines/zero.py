@@ -28,7 +28,6 @@ from lt_tiled.modules.find import outermost
 from lt_tiled.modules.patch import Order, Patch, get_patch, is_of, remove_patch, set_patch, without_compiler
 from lt_tiled.tiling.patch import tiled_patches, whole_modules
 
-_OF_DEEPSPEED = ("deepspeed.",)
 _SETS_HOOK = "register_full_backward_hook"
 """The method with which ZeRO-3 sets the hook that reduces a leaf's gradients, and no other engine sets any."""
 
@@ -53,7 +52,7 @@ class LeafPatch(Patch):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let ZeRO-3's hook run on the token, and register all others as ever."""
-        if not is_of(args[0], _OF_DEEPSPEED):
+        if not is_of(args[0], ("deepspeed.",)):
             return self.inner(module, *args, **kwargs)
         # Modules that ran before have looked for their engine already.
         for _, _, tiled in tiled_patches(module):
@@ -61,8 +60,7 @@ class LeafPatch(Patch):
         for weight in module.parameters() if self.hook is None else ():
             if weight.requires_grad:
                 weight.register_post_accumulate_grad_hook(self._refuse_late)
-        # The engine of ``fit`` follows that of ``validate``.
-        self.hook, self.token = args[0], None
+        self.hook, self.token = args[0], None  # the engine of ``fit`` follows that of ``validate``
         # The last one, so inside of what frees the weights.
         return module.register_forward_pre_hook(self._join, with_kwargs=True)
 
@@ -72,9 +70,8 @@ class LeafPatch(Patch):
         if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in leaf.parameters())):
             return None
         # Lists and dictionaries stay the caller's own objects, because a module may add to them.
-        leaves, tree = pytree.tree_flatten(
-            (args, kwargs), lambda node: isinstance(node, list | dict) and node is not kwargs
-        )
+        whole = (args, kwargs)
+        leaves, tree = pytree.tree_flatten(whole, lambda node: type(node) in (list, dict) and node is not kwargs)
         for index, tensor in enumerate(leaves):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 if self.token is None:
@@ -112,14 +109,10 @@ class _Join(torch.autograd.Function):
 
 
 def patch_leaves(model: nn.Module, blocks: bool = True) -> None:
-    """Prepare a model with patched modules for ZeRO-3: make ``blocks`` leaf modules, or patch those of a user alone.
-
-    Raises:
-        ValueError: If ZeRO-3 wraps the model already, and would shard weights while tiles need them.
-    """
+    """Prepare a model with patched modules for ZeRO-3: make ``blocks`` leaf modules, or patch those of a user alone."""
     whole = whole_modules(model)
     leaves = [(path, module) for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
-    if any(is_of(hook, _OF_DEEPSPEED) for _, module in whole for hook in module._forward_pre_hooks.values()):
+    if any(is_of(hook, ("deepspeed.",)) for _, module in whole for hook in module._forward_pre_hooks.values()):
         adapt_to_zero3(model)  # it is too late for more leaves
     elif blocks:
         leaves += whole
@@ -129,10 +122,7 @@ def patch_leaves(model: nn.Module, blocks: bool = True) -> None:
 
 
 def restore_leaves(model: nn.Module) -> None:
-    """Undo :func:`patch_leaves` on leaves without tiles, including those that another ``prepare`` patched.
-
-    Marks stay if ZeRO-3 wraps the model: its engine still reads them.
-    """
+    """Undo :func:`patch_leaves` where no tiles are left. Marks stay if ZeRO-3 wraps the model, which reads them."""
     for leaf in model.modules():
         patch = get_patch(leaf, LeafPatch, _SETS_HOOK)
         if patch is None or any(tiled_patches(leaf)):
@@ -143,11 +133,7 @@ def restore_leaves(model: nn.Module) -> None:
 
 
 def adapt_to_zero3(model: nn.Module) -> bool:
-    """Return whether norms may be pending under ZeRO-3: if their weights are all-gathered with those of the MLP.
-
-    Raises:
-        ValueError: If it would shard weights while tiles need them.
-    """
+    """Return whether norms may be pending; raise ``ValueError`` if ZeRO-3 would shard weights while tiles need them."""
     for _, module, tiled in tiled_patches(model):
         if None in _leaves_of(module):
             raise ValueError(
@@ -155,6 +141,7 @@ def adapt_to_zero3(model: nn.Module) -> bool:
                 " tiles: call prepare before deepspeed.initialize, or use TiledDeepSpeedStrategy(stage=3); a"
                 " callback runs too late."
             )
+    # The weights of a norm must be all-gathered with those of the MLP.
     return all(len(_leaves_of(module)) < 2 for _, module in whole_modules(model))
 
 

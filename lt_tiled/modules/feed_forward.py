@@ -59,9 +59,6 @@ class Tileable:
         return f"{self.path} ({self.kind})" if self.path else self.kind
 
 
-# What it is
-
-
 def find_feed_forwards(block: nn.Module, path: str) -> Iterator[Tileable]:
     """Yield the MLPs in a block, with the norms next to them."""
     before, after = norms_next_to_mlp(block)
@@ -140,29 +137,14 @@ def norms_next_to_mlp(block: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[nn
 
     A guess that only costs a recompute of the norm where it is wrong: what the block does with an output decides.
     """
-    before: list[nn.Module] = []
-    second: list[nn.Module] = []
-    after: list[nn.Module] = []
-    scale: list[nn.Module] = []
-    norms = 0
-    for name, child in children_of(block):
-        if is_norm(child):
-            norms += 1
-            if _AFTER.search(name):
-                after.append(child)
-            elif _BEFORE.search(name):
-                before.append(child)
-            elif _SECOND.search(name):
-                second = [child]
-        elif "LayerScale" in type(child).__name__:
-            # Its gradient reads the MLP's output, as that of a norm does. The first one stands after attention.
-            scale = [child]
-    if not before and norms > len(after) + 1:
-        before = second
-    return tuple(before), (*after, *scale)
-
-
-# How large it is
+    norms = {name: child for name, child in children_of(block) if is_norm(child)}
+    after = [norms.pop(name) for name in list(norms) if _AFTER.search(name)]
+    before = [norm for name, norm in norms.items() if _BEFORE.search(name)]
+    if not before and len(norms) > 1:
+        before = [norm for name, norm in norms.items() if _SECOND.search(name)][-1:]
+    # The gradient of a scale reads the MLP's output, as that of a norm does. The first one stands after attention.
+    scales = [child for _, child in children_of(block) if "LayerScale" in type(child).__name__]
+    return tuple(before), (*after, *scales[-1:])
 
 
 @dataclass(frozen=True)
@@ -187,11 +169,6 @@ class MLPSizes:
         """Return the sizes of an MLP of which each token uses all, with three weights as a gated one has."""
         weights = 3 * hidden * intermediate
         return cls(hidden, intermediate, summed=weights, used=weights)
-
-    @property
-    def is_mixture(self) -> bool:
-        """Whether a tile sums the gradients of more weights than a token uses."""
-        return self.summed > self.used
 
 
 def find_sizes(*modules: nn.Module) -> MLPSizes | None:

@@ -165,12 +165,6 @@ def get_patch(module: nn.Module, kind: type[PatchType], method: str = "forward")
     return next((patch for patch in get_patches(module, kind) if patch.method == method), None)
 
 
-def remove_patches(module: nn.Module, kind: type[Patch]) -> None:
-    """Remove all patches of that kind."""
-    for patch in get_patches(module, kind):
-        remove_patch(module, patch)
-
-
 @contextmanager
 def turned_off(model: nn.Module, kind: type[Patch] = Patch) -> Iterator[None]:
     """Let the patches of that kind in a model pass calls on to what they change, for a while."""

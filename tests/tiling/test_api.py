@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lt_tiled import Tiling, tile, untile
 from lt_tiled.checkpointing import BlockPatch, patch_block
-from lt_tiled.modules.patch import get_patch, remove_patches
+from lt_tiled.modules.patch import get_patch, remove_patch
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch
@@ -207,7 +207,9 @@ def test_two_patches_are_removed_in_any_order() -> None:
     """A module that is tiled and checkpointed is as it was whichever patch goes first."""
 
     def restore_block(module: nn.Module) -> None:
-        remove_patches(module, BlockPatch)
+        patch = get_patch(module, BlockPatch)
+        assert patch is not None
+        remove_patch(module, patch)
 
     for order in (untile, restore_block), (restore_block, untile):
         module = GatedMLP()
