@@ -95,6 +95,8 @@ class Plan:
     last: nn.Linear | None
     """The module whose output a tile returns as it is: see NOTE [What the recompute leaves out]."""
     layout: Layout
+    output: tuple[torch.Size, torch.dtype] | None
+    """Of a single output that may be pending: its dimensions behind those of the tokens, and its dtype."""
 
 
 class Tiled:
@@ -115,8 +117,6 @@ class Tiled:
         """The kinds of calls that passed the self-check."""
         self.refused: set[Hashable] = set()
         """The functions that failed it together with a norm."""
-        self.outputs: dict[Hashable, Any] = {}
-        """What pending outputs are like."""
 
 
 # A call of it
@@ -223,6 +223,7 @@ class TiledCall:
         self.weights: Weights = weights_of(function.parts) if torch.is_grad_enabled() else {}
         self.differentiable = torch.is_grad_enabled() and (any(self.wants_grad) or bool(self.weights))
         """Whether a backward pass may follow."""
+        self.dtypes = tuple([t.dtype for t in inputs])
         self.kind = self._kind()
         """Tells whether another call runs the same code."""
         plain = len(inputs) == len(arguments.others) and not arguments.names
@@ -235,16 +236,16 @@ class TiledCall:
         training = [part.training for part in self.function.parts].count(True)
         several = tuple([size > 1 for size in self.tokens.lead])
         wants = (*self.wants_grad, torch.is_grad_enabled(), len(self.weights))
-        return self.function.key, training, several, wants, self.precision
+        return self.function.key, training, several, wants, self.precision, self.dtypes
 
     def _run(self, *tile: Tensor) -> Any:
         args, kwargs = self.arguments.call_with(tile)
         return self.function.run(*args, **kwargs)
 
     @property
-    def plan(self) -> Plan | None:
-        """What is known of calls of this kind; ``None`` if it is the first one."""
-        return self.tiled.plans.get(self.kind)
+    def plan(self) -> Plan:
+        """What is known of calls of this kind."""
+        return self.tiled.plans[self.kind]
 
     def tiles(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         """Yield the tensors of each tile: its part of those that have a row for each token, and the others whole."""

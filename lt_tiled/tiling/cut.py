@@ -133,14 +133,6 @@ class Tokens:
         """Return the leading dimensions of a tile: ``[1, t]`` for hidden states ``[B, S, H]``, ``[B, S]`` for all."""
         return tuple(self.lead) if tokens == self.count else (1,) * (len(self.lead) - 1) + (tokens,)
 
-    def flatten(self, tensor: Tensor) -> Tensor:
-        """Return ``[B, S, ...]`` as ``[tokens, ...]``: a view where the strides allow it."""
-        return tensor.reshape(self.count, *tensor.shape[len(self.lead) :])
-
-    def few(self, tensor: Tensor, tokens: int) -> Tensor:
-        """Return the first tokens of ``[B, S, ...]`` as the module sees a tile of them."""
-        return self.flatten(tensor)[:tokens].reshape(*self.tile_lead(tokens), *tensor.shape[len(self.lead) :])
-
     def tiles(self, whole: Tensor, bounds: Sequence[Bounds]) -> Sequence[Tensor]:
         """Return each tile of ``[B, S, ...]`` as the module sees it: a view where the strides allow it."""
         if len(bounds) == 1:  # in its own layout

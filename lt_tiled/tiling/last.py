@@ -1,15 +1,14 @@
-"""Leaving out the last projection of a recomputed tile.
+"""What the first tile of a call shows, and the last projection, which a recomputed tile leaves out.
 
 NOTE [What the recompute leaves out]
 The backward pass of a matrix product reads its inputs and not its output. So where a tile returns the output of an
-``nn.Linear`` as it is, the recompute does not compute it: the module returns a tensor without a value, which raises at
-any use, and the two products of its backward pass are computed without autograd. The first forward pass finds the
-module. Where the value is used after all, all tiles are recomputed in full, in later calls as well.
+``nn.Linear`` as it is, its recompute ends at that module, and the two products of the module's backward pass are
+computed without autograd. The first call finds the module, and each forward pass sees that it is what made the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,28 +18,47 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.modules.patch import is_of
-from lt_tiled.tiling.call import TileFunction
-from lt_tiled.tiling.weights import Entry, GradientSum, swapped
+from lt_tiled.recompute.compare import Samples
+from lt_tiled.tiling.call import Plan, TiledCall
+from lt_tiled.tiling.cut import Layout, flatten
+from lt_tiled.tiling.recompute import PlainSavedTensors, RandomState, hidden_from_modes, random_state_kept
+from lt_tiled.tiling.weights import Entry, GradientSum
 
 FORWARD = "_lt_tiled_last"
 """The attribute of a patched projection that holds what runs in place of its own forward."""
-
-
 Root = tuple[Tensor | GradientEdge, Tensor]
 """Where the graph of a tile ends, and the gradient there."""
 
 
-class NotLeftOut(Exception):
-    """The output of the last projection is used, or is not what the tile returns."""
+class _Stop(BaseException):
+    """Ends the recompute of a tile. The module's own code does not catch it as an error."""
 
 
-class LastInput:
-    """While tiles run, sees the input of their last projection, if they have one."""
+class LastProjection:
+    """While tiles run, sees the input of their last projection, if they have one.
 
-    def __init__(self, linear: nn.Linear | None) -> None:
+    Args:
+        linear: The projection.
+        samples: What takes fingerprints of the inputs.
+        sums: In a recompute, whose tiles end at the projection: the gradient sum of each leaf.
+    """
+
+    def __init__(
+        self, linear: nn.Linear | None, samples: Samples | None, sums: Mapping[Tensor, GradientSum] | None = None
+    ) -> None:
         self.linear: Any = linear
+        self._samples, self._sums = samples, sums
+        if linear is not None:
+            self._weight, self._bias = linear.weight, linear.bias
         self._input: Tensor | None = None
-        self._output: Any = None
+        """The input in the tile that ended at the projection, ``[..., in]``."""
+        self._rows: Any = None
+        """The same without a graph, ``[t, in]``."""
+        self._output: Tensor | None = None
+        self.calls = 0
+        """Those in the tile that ran."""
+        self._cast: Any = None
+        """The weight in the dtype of the gradients."""
 
     def entries(self) -> list[Entry]:
         """Return the entry with which it stands in place of the projection."""
@@ -50,106 +68,35 @@ class LastInput:
         name = FORWARD if "forward" in self.linear.__dict__ else "forward"
         return [(self.linear.__dict__, name, self._forward)]
 
+    def run(self, run: Callable[..., Any], tile: Sequence[Tensor]) -> Any:
+        """Run a tile; return its output, or ``None`` if it ended at the projection."""
+        self.calls = 0
+        try:
+            return run(*tile)
+        except _Stop:
+            return None
+
     def _forward(self, input: Tensor) -> Tensor:
-        self._input, self._output = input, nn.Linear.forward(self.linear, input)
-        output: Tensor = self._output
+        self.calls += 1
+        if self.calls == 1:
+            # Code that computes without a graph here, as in a reentrant checkpoint, does it again with one.
+            stops = self._sums is not None and torch.is_grad_enabled()
+            rows = input.detach().flatten(0, -2) if stops else input
+            if self._samples is not None:
+                self._samples.take((rows,))  # here, because code may change it in place later
+            if stops:
+                self._input, self._rows = input, rows
+                raise _Stop
+        output = nn.Linear.forward(self.linear, input)
+        # Code may have put other weights in the place of its own, by functional_call.
+        own = self.linear.weight is self._weight and self.linear.bias is self._bias
+        self._output = output if own else None
         return output
 
-    def input_of(self, output: Any) -> Tensor | None:
-        """Return the input of the projection in the tile that ran, if that made the tile's output."""
-        input, own = self._input, self._output
-        self._input = self._output = None
-        return input if own is output else None
-
-
-def find_last(function: TileFunction, run: Callable[[], Any]) -> tuple[Any, LastInput]:
-    """Run the first tile; return its output, and what sees the linear module that made it, if one did."""
-    own = function.modules[-1]
-    # A projection is its own last one, and runs in tiles without its hooks.
-    if type(own) is nn.Linear:
-        last = LastInput(own)
-        with swapped(last.entries()):
-            return run(), last
-    seen: list[tuple[nn.Module, Any, Any]] = []
-
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        if type(module) is nn.Linear:
-            seen.append((module, args, output))
-
-    with register_module_forward_hook(note):
-        output = run()
-    made = [(module, args) for module, args, own in seen if own is output]
-    # A hook of the module would read what is left out.
-    if len(made) != 1 or made[0][0]._forward_hooks or len(made[0][1]) != 1:
-        return output, LastInput(None)
-    linear, (input,) = made[0]
-    last = LastInput(linear)  # type: ignore[arg-type]
-    last._input, last._output = input, output
-    return output, last
-
-
-class LeavesOut(LastInput):
-    """While a tile runs, leaves out its last projection: see NOTE [What the recompute leaves out].
-
-    Args:
-        linear: The module.
-        weight: The gradient sum of its weight; ``None`` if it is frozen.
-        bias: The gradient sum of its bias; ``None`` if it is frozen or absent.
-        dtype: Autocast's, where it is enabled.
-    """
-
-    def __init__(
-        self, linear: nn.Linear, weight: GradientSum | None, bias: GradientSum | None, dtype: torch.dtype | None
-    ) -> None:
-        super().__init__(linear)
-        self._rows: Tensor | None = None
-        """The input, flat and without a graph."""
-        self._outputs: dict[Any, _Unread] = {}
-        """What stands for the output, for tiles of each size."""
-        self._sums, self._dtype = (weight, bias), dtype
-        self._held = linear.weight if weight is None else weight.leaf
-        self._bias = linear.bias if bias is None else bias.leaf
-        held = self._held.detach()
-        self._is_plain = not (is_traceable_wrapper_subclass(held) or held.is_complex())  # type: ignore[unreachable]
-        self._weight = held if dtype is None else held.to(dtype)
-
-    def _forward(self, input: Tensor) -> Tensor:
-        dtype, kind = self._dtype or input.dtype, input.device.type
-        # The module's own code may turn autocast off, and autocast leaves float64 as it is.
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        if autocast != self._dtype or self._weight.dtype != dtype or input.dtype == torch.float64 != dtype:
-            raise NotLeftOut
-        # It may run the projection twice, or have put other weights in their places, by functional_call.
-        linear = self.linear
-        if self._input is not None or linear.weight is not self._held or linear.bias is not self._bias:
-            raise NotLeftOut
-        wrapped: bool = is_traceable_wrapper_subclass(input)
-        if wrapped or not self._is_plain:
-            raise NotLeftOut
-        self._input, self._version = input, input._version
-        shape = (*input.shape[:-1], self._weight.shape[0])
-        wants = input.requires_grad or any(total is not None for total in self._sums)
-        key = shape, wants
-        if key not in self._outputs:
-            self._outputs[key] = _NoValue.apply(shape, dtype, torch.empty(0, device=input.device, requires_grad=wants))
-        self._output = self._outputs[key]
-        return self._outputs[key]
-
-    def input_of(self, output: Any) -> Tensor:
-        """Return the input of the projection in the tile that ran, ``[t, in]``, without a graph.
-
-        Raises:
-            NotLeftOut: If the tile returned something else than its output, or may have read that.
-        """
-        input, own = self._input, self._output
-        if input is None or output is not own or own.read or input._version != self._version:
-            raise NotLeftOut
-        # Hooks of torch follow modules. A user's may read the value.
-        for hook in (own._backward_hooks or {}).values():
-            if not is_of(hook, ("torch.",)):
-                raise NotLeftOut
-        self._rows = input.detach().flatten(0, -2)
-        return self._rows
+    def made(self, output: Any) -> bool:
+        """Whether the projection ran once, and its output is that of the tile, unchanged."""
+        own, self._output = self._output, None
+        return own is not None and own is output and self.calls == 1 and (own.is_inference() or own._version == 0)
 
     def roots(self, gradient: Tensor | None) -> list[Root]:
         """Add the gradients of weight and bias to their sums, given that of the output, ``[..., out]``.
@@ -157,43 +104,63 @@ class LeavesOut(LastInput):
         Returns:
             Where the rest of the tile's graph ends, with its gradient.
         """
-        input, self._input = self._input, None
-        flat, self._rows = self._rows, None
-        if gradient is None or input is None or flat is None:
+        input, rows = self._input, self._rows
+        self._input = self._rows = None
+        if gradient is None or input is None or self._sums is None:
             return []
-        rows, (weight, bias) = gradient.flatten(0, -2), self._sums  # [t, out]
-        if weight is not None:
-            weight.add_product(rows.t(), flat if self._dtype is None else flat.to(self._dtype))
-        if bias is not None:
-            bias.add(rows.sum(0))
+        before = gradient.flatten(0, -2)  # [t, out]
+        dtype = before.dtype  # autocast's, if it was enabled there
+        weight, bias = self.linear.weight, self.linear.bias
+        if weight in self._sums:
+            self._sums[weight].add_product(before.t(), rows.to(dtype))
+        if bias is not None and bias in self._sums:
+            self._sums[bias].add(before.sum(0))
         if not input.requires_grad:
             return []
         # An edge, which does not keep the input in memory: no gradient needs its values any more.
-        return [(get_gradient_edge(input), rows.mm(self._weight).view_as(input).to(input.dtype))]
+        if self._cast is None or self._cast.dtype != dtype:
+            self._cast = weight.detach().to(dtype)
+        return [(get_gradient_edge(input), before.mm(self._cast).view_as(input).to(input.dtype))]
 
 
-class _Unread(Tensor):
-    """A tensor without a value."""
+def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
+    """Run the first tile of the first call of a kind, and return what it shows.
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    read = False
-    """Whether something tried to use it: the module's own code may catch the exception."""
+    Raises:
+        NotPositionWiseError: If an output is not per token.
+    """
+    seen: list[tuple[nn.Module, Any]] = []
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        for value in (*args, *(kwargs or {}).values()):
-            if isinstance(value, cls):
-                value.read = True
-        raise NotLeftOut
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        # A hook of the module would read what is left out.
+        if type(module) is nn.Linear and len(args) == 1 and not module._forward_hooks:
+            seen.append((module, output))
+
+    before = RandomState.now(call.device)
+    # With a graph, because a hook of the code on the output would read what is left out.
+    with_graph = torch.set_grad_enabled(call.differentiable)
+    with hidden_from_modes(inputs[0]), random_state_kept(call.device), PlainSavedTensors(), with_graph:
+        leaves = [t.detach().requires_grad_(wants) for t, wants in zip(inputs, call.wants_grad, strict=True)]
+        with register_module_forward_hook(note):
+            output = call.run(*next(call.tiles(leaves)))
+        draws = not RandomState.now(call.device).same_as(before)
+    # 1. How outputs go together.
+    outputs, tree = flatten(output)
+    layout = Layout.of(outputs, tree, call.tokens, call.bounds[0][1], call.name)
+    # 2. The last projection. One that is tiled itself runs in tiles without its hooks.
+    made = [module for module, own in seen if own is output and not has_users_hooks(own)]
+    own = call.function.modules[-1]
+    last = own if type(own) is nn.Linear else (made[0] if made else None)
+    plain = last is not None and not (output.is_complex() or is_traceable_wrapper_subclass(last.weight))
+    if call.tiled.tiling.compile is not False or not plain:
+        last = None
+    # 3. What a pending output is like. A second use of what draws random numbers would draw others.
+    single = None
+    if isinstance(output, Tensor) and not layout.flat[0] and not draws:
+        single = output.shape[len(call.tokens.lead) :], output.dtype
+    return Plan(last, layout, single)  # type: ignore[arg-type]
 
 
-class _NoValue(torch.autograd.Function):
-    """Gives a tensor without a value the node that the output of the projection has."""
-
-    @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, edge: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(_Unread, shape, dtype=dtype, device=edge.device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise NotLeftOut
+def has_users_hooks(tensor: Tensor) -> bool:
+    """Whether code set a hook on a tensor; those of torch follow modules."""
+    return any(not is_of(hook, ("torch.",)) for hook in (tensor._backward_hooks or {}).values())

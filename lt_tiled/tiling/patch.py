@@ -41,8 +41,8 @@ from lt_tiled.tiling.anchor import Through, run_untiled, several_ranks
 from lt_tiled.tiling.call import EngineNeeds, Owner, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
 from lt_tiled.tiling.check import check_position_wise
 from lt_tiled.tiling.cut import Tokens, memory_order, tile_bounds
-from lt_tiled.tiling.last import FORWARD
-from lt_tiled.tiling.pending import Output, Pending, none_left, output_of, values
+from lt_tiled.tiling.last import FORWARD, find_plan
+from lt_tiled.tiling.pending import Pending, none_left, values
 from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.recorded import CAPTURING, active_collector, is_recorded, record, run_recorded
 from lt_tiled.tiling.run import is_real, run_tiled
@@ -219,9 +219,8 @@ class TiledPatch(Tiled, Patch):
         joined = call.function.joined
         if self.is_leader or joined:
             self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind, self.tiling)
-        output = self._output_if_pending(module, call, inputs)
-        if output is not None:
-            return Pending.of(call, inputs, through, self.leader, output)
+        if self._may_pend(module, call, inputs):
+            return Pending.of(call, inputs, through, self.leader)
         if not (self.is_leader or joined) and (self.spec.is_lone_norm or is_one_kernel(module)):
             return self._run_untiled(function, partial(self.inner, module, *args, **kwargs))
         # 5. In tiles of its own.
@@ -283,14 +282,18 @@ class TiledPatch(Tiled, Patch):
         try:
             if self._is_due(call, inputs) and check_position_wise(call, inputs, self.owner):
                 self.checked.add(call.kind)
+            # short
+            if len(bounds) < 2:
+                return None
+            if call.kind not in self.plans:
+                self.plans[call.kind] = find_plan(call, inputs)
         except NotPositionWiseError as error:
             if function.joined:
                 self.refused.add(function.key)
             else:
                 self._step_back(module, error)
             return None
-        # short
-        return (call, inputs) if len(bounds) > 1 else None
+        return call, inputs
 
     def _is_due(self, call: TiledCall, inputs: list[Tensor]) -> bool:
         """Whether a call is to be checked.
@@ -322,21 +325,14 @@ class TiledPatch(Tiled, Patch):
                 patch_tiled(below, self.tiling, self.needs, self.owner)
         warn(f"{error} {instead}", once=f"untiled {spec.kind}")
 
-    def _output_if_pending(self, module: nn.Module, call: TiledCall, inputs: list[Tensor]) -> Output | None:
-        """Return what the output is like where what follows may take it: see NOTE [Pending]."""
+    def _may_pend(self, module: nn.Module, call: TiledCall, inputs: list[Tensor]) -> bool:
+        """Whether the output may be pending, because what follows may take it: see NOTE [Pending]."""
         if not (self.spec.pends and self.needs.pending and call.differentiable) or self.innermost.compiled:
-            return None
+            return False
         # A recompute records nothing, and must run as the forward pass did.
-        if has_users_hook(module) or is_recorded(call.function.inside):
-            return None
-        for tensor in inputs:
-            if type(tensor) not in _PLAIN or tensor.is_inference():
-                return None
-        key = call.kind, *(t.dtype for t in inputs)
-        if key not in self.outputs:
-            self.outputs[key] = output_of(call, inputs)
-        output: Output | None = self.outputs[key]
-        return output
+        if call.plan.output is None or has_users_hook(module) or is_recorded(call.function.inside):
+            return False
+        return all(type(tensor) in _PLAIN and not tensor.is_inference() for tensor in inputs)
 
     def _run_untiled(self, function: TileFunction, inner: Callable[[], Any]) -> Any:
         """Run the module as it is, where ranks may differ with its weights behind an anchor."""

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled.modules.patch import is_of
 from lt_tiled.tiling.anchor import Edges, Through
 from lt_tiled.tiling.call import TiledCall, TileFunction
-from lt_tiled.tiling.recompute import PlainSavedTensors, Precision, RandomState, hidden_from_modes, random_state_kept
+from lt_tiled.tiling.recompute import Precision
 from lt_tiled.tiling.run import Trace, run_later, run_now
 
 
@@ -125,9 +125,10 @@ class Pending(Deferred):
     _value: Tensor | None
 
     @classmethod
-    def of(cls, call: TiledCall, inputs: Sequence[Tensor], through: Through, group: Any, output: Output) -> Pending:
-        """Return the output of a call, which is like ``output`` and runs on first use."""
-        tail, dtype = output
+    def of(cls, call: TiledCall, inputs: Sequence[Tensor], through: Through, group: Any) -> Pending:
+        """Return the output of a call that runs on first use."""
+        assert call.plan.output is not None
+        tail, dtype = call.plan.output
         pending: Pending = cls.like((*call.tokens.lead, *tail), dtype, call.device)
         pending.call, pending.inputs, pending.group, pending.box = call, inputs, group, []
         pending._data = pending._value = None
@@ -174,25 +175,6 @@ class Pending(Deferred):
     def through(self) -> Through:
         """The weights, and the outputs of the anchor that they went through."""
         return dict(zip(self.call.weights, self.edges[len(self.inputs) :], strict=True))
-
-
-Output = tuple[torch.Size, torch.dtype]
-"""The dimensions of an output behind those of the tokens, and its dtype."""
-
-
-def output_of(call: TiledCall, inputs: Sequence[Tensor]) -> Output | None:
-    """Return what the output of a call is like, from a run of two tokens; ``None`` if it must not be pending."""
-    before = RandomState.now(call.device)
-    with hidden_from_modes(inputs[0]), random_state_kept(call.device), torch.no_grad(), PlainSavedTensors():
-        few: list[Tensor] = []
-        for tensor, per_token in zip(inputs, call.per_token, strict=True):
-            few.append(call.tokens.few(tensor.detach(), 2) if per_token else tensor.detach())
-        output = call.run(*few)
-        draws = not RandomState.now(call.device).same_as(before)  # a second use would draw others
-    lead = call.tokens.tile_lead(2)
-    if draws or not isinstance(output, Tensor) or output.shape[: len(lead)] != lead:
-        return None
-    return output.shape[len(lead) :], output.dtype
 
 
 class _Value(torch.autograd.Function):

@@ -9,9 +9,8 @@ there are, and no engine has to be told.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ from torch.utils import _pytree as pytree
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.recompute.compare import Samples
 from lt_tiled.tiling.anchor import Edges, Through, anchored
-from lt_tiled.tiling.call import Plan, TiledCall
+from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.cut import Assembly, Layout, each_tile, flatten
 from lt_tiled.tiling.effects import check_leaves
-from lt_tiled.tiling.last import LastInput, LeavesOut, NotLeftOut, Root, find_last
+from lt_tiled.tiling.last import LastProjection, Root
 from lt_tiled.tiling.recompute import (
     PlainSavedTensors,
     RandomState,
@@ -116,12 +115,8 @@ class TiledFunction(torch.autograd.Function):
                 f"{call.name}: a backward pass through tiles cannot be differentiated (create_graph=True): call"
                 " lt_tiled.untile() on the module, or set tiling=False."
             )
-        saved, found = ctx.anchor.saved_tensors, None  # autograd refuses those that were changed in place
-        with suppress(NotLeftOut):
-            found = Recompute(call, trace, saved, leaves_out=trace.last is not None).run(given)
-        if found is None:  # from now on tiles are recomputed in full
-            call.tiled.plans[call.kind] = Plan(None, trace.layout)
-            found = Recompute(call, trace, saved, leaves_out=False).run(given)
+        saved = ctx.anchor.saved_tensors  # autograd refuses those that were changed in place
+        found = Recompute(call, trace, saved).run(given)
         return None, None, None, None, None, *found
 
 
@@ -132,38 +127,25 @@ class TiledFunction(torch.autograd.Function):
 def forward(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Trace]:
     """Run all tiles without a graph; return the outputs, and what the backward pass needs."""
     random, plan = RandomState.now(call.device), call.plan
-    assembly = Assembly(call.tokens, call.bounds, call.name, plan.layout if plan else None)
+    assembly = Assembly(call.tokens, call.bounds, call.name, plan.layout)
     samples = samples_of(call) if call.differentiable and is_real(inputs[0]) else None
+    last = LastProjection(plan.last, samples)
     # Graphs that the module makes for itself are hidden from an activation checkpoint around it.
-    with torch.no_grad(), hidden_from_offloaders(), ExitStack() as stack:
-        last = None
-        if plan is not None:
-            last = LastInput(plan.last)
-        elif call.tiled.tiling.compile is not False:
-            last = LastInput(None)
-        if last is not None:
-            stack.enter_context(swapped(last.entries()))
+    with torch.no_grad(), hidden_from_offloaders(), swapped(last.entries()):
         for index, tile in each_tile(enumerate(call.tiles([t.detach() for t in inputs]))):
-            # 1. The first tile of the first call of its kind finds the last projection.
-            if last is None:
-                output, last = find_last(call.function, partial(call.run, *tile))
-                stack.enter_context(swapped(last.entries()))
-            else:
-                output = call.run(*tile)
-            # 2. A fingerprint of what the recompute computes as well, and the outputs.
-            of_last = last.input_of(output)
-            if samples is not None:
-                samples.take(flatten(output)[0] if of_last is None else [of_last])
+            output = last.run(call.run, tile)
+            if plan.last is not None and not last.made(output):
+                # Its code is another one than in the first call: from now on tiles are recomputed in full.
+                random.set()
+                call.tiled.plans[call.kind] = replace(plan, last=None)
+                return forward(call, inputs)
+            if samples is not None and not last.calls:
+                samples.take(flatten(output)[0])
             assembly.add(index, output)
-            del output, of_last
-    # 3. What the first call found out stays.
-    assert assembly.layout is not None
-    assert last is not None
-    if plan is None:
-        call.tiled.plans[call.kind] = Plan(last.linear, assembly.layout)
-    if samples is not None and last.linear is not None and is_real(last.linear.weight):
-        samples.take_weight(last.linear.weight)
-    return tuple(assembly.wholes), Trace(assembly.layout, random, last.linear, samples)
+            del output
+    if plan.last is not None and samples is not None and is_real(plan.last.weight):
+        samples.take_weight(plan.last.weight)
+    return tuple(assembly.wholes), Trace(plan.layout, random, plan.last, samples)
 
 
 def samples_of(call: TiledCall) -> Samples:
@@ -187,7 +169,7 @@ def hidden_from_offloaders() -> AbstractContextManager[Any]:
 class Recompute:
     """The recompute of a call's tiles, and their gradients. What is the same for all tiles is made once."""
 
-    def __init__(self, call: TiledCall, trace: Trace, saved: Sequence[Tensor], leaves_out: bool) -> None:
+    def __init__(self, call: TiledCall, trace: Trace, saved: Sequence[Tensor]) -> None:
         self.call, self.trace = call, trace
         count, accumulate = len(call.wants_grad), call.tiled.tiling.accumulate
         self.inputs = saved[:count]
@@ -199,20 +181,10 @@ class Recompute:
         for tensor, wants, per_token in zip(self.inputs, call.wants_grad, call.per_token, strict=True):
             self.wholes.append(GradientSum(tensor, accumulate) if wants and not per_token else None)
             self.results.append(tensor.new_zeros(tensor.shape) if wants and per_token else None)
-        # 2. What sees the last projection, or leaves it out.
-        self.last = LastInput(trace.last)
-        if leaves_out and trace.last is not None:
-            self.last = self._leaves_out(trace.last)
-        self.samples = samples_of(call)
-
-    def _leaves_out(self, linear: nn.Linear) -> LeavesOut:
-        # By their places: FSDP makes its views of flat weights anew for each pass.
-        sums: dict[str, GradientSum] = {}
-        for places, total in zip(self.call.weights.values(), self.sums, strict=True):
-            for part, name in places:
-                if part is linear:
-                    sums[name] = total
-        return LeavesOut(linear, sums.get("weight"), sums.get("bias"), self.call.precision.dtype)
+        # 2. What ends each tile at the last projection, and takes fingerprints as the forward pass did.
+        self.leaves: list[Tensor] = [total.leaf for total in self.sums]
+        self.samples = None if trace.samples is None else samples_of(call)
+        self.last = LastProjection(trace.last, self.samples, dict(zip(self.leaves, self.sums, strict=True)))
 
     def run(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run all tiles.
@@ -225,21 +197,21 @@ class Recompute:
         """
         call, tiled = self.call, self.call.tiled
         # 1. Random numbers, autocast and default dtype as in the forward pass; leaves in the places of weights.
-        leaves = [total.leaf for total in self.sums]
         with ExitStack() as stack:
             stack.enter_context(random_state_kept(call.device, self.trace.random))
             stack.enter_context(call.precision.context())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(hidden_from_offloaders())
             stack.enter_context(one_thread(tiled, call.name))
-            stack.enter_context(swapped([*in_places(call.weights.values(), leaves), *self.last.entries()]))
+            stack.enter_context(swapped([*in_places(call.weights.values(), self.leaves), *self.last.entries()]))
             # 2. Each tile runs again with a graph, and adds its gradients to the sums.
-            self._run_tiles(given, leaves)
+            self._run_tiles(given)
         # 3. It must have computed the same.
-        if self.trace.samples is not None:
-            if self.trace.samples.weight and self.trace.last is not None:
-                self.samples.take_weight(self.trace.last.weight)
-            self.trace.samples.compare(self.samples)
+        before, last = self.trace.samples, self.trace.last
+        if before is not None and self.samples is not None:
+            if before.weight and last is not None:
+                self.samples.take_weight(last.weight)
+            before.compare(self.samples)
         # 4. One gradient for each input and weight.
         found: list[Tensor | None] = []
         for result, whole in zip(self.results, self.wholes, strict=True):
@@ -251,7 +223,7 @@ class Recompute:
             found.append(gradient)
         return found
 
-    def _run_tiles(self, given: Sequence[Tensor | None], weights: Sequence[Tensor]) -> None:
+    def _run_tiles(self, given: Sequence[Tensor | None]) -> None:
         call, last = self.call, self.last
         assembly = Assembly(call.tokens, call.bounds, call.name, self.trace.layout)
         into: list[Sequence[Tensor | None]] = []
@@ -269,29 +241,28 @@ class Recompute:
                     leaf.grad = result
                 leaves.append(leaf)
             # 2. On views, because autocast would cache the cast of a leaf, and sum gradients in 16 bits.
-            output = call.run(*[leaf.view_as(leaf) for leaf in leaves] if casts else leaves)
-            # 3. A fingerprint of what the forward pass computed as well.
-            of_last = last.input_of(output)
-            if self.trace.samples is not None:
-                self.samples.take(flatten(output)[0] if of_last is None else [of_last])
-            del of_last
-            # 4. Where the graph ends, and the gradients there: before the last projection, if that is left out.
+            output = last.run(call.run, [leaf.view_as(leaf) for leaf in leaves] if casts else leaves)
+            # 3. Where the graph ends, and the gradients there.
             roots: list[Root] = []
-            if isinstance(last, LeavesOut):
-                roots = last.roots(gradients[0])
+            if output is None:
+                with uncast:  # as the untiled backward pass
+                    roots = last.roots(gradients[0])
             else:
-                for leaf, gradient in zip(flatten(output)[0], gradients, strict=True):
+                outputs = flatten(output)[0]
+                if self.samples is not None and not last.calls:
+                    self.samples.take(outputs)
+                for leaf, gradient in zip(outputs, gradients, strict=True):
                     if gradient is not None and leaf.requires_grad:
                         roots.append((leaf, gradient))
-            del output
-            # 5. Gradients go to the leaves.
+                del output, outputs
+            # 4. Gradients go to the leaves.
             if not roots:
                 continue
             if index == 0:
-                self._check_leaves(roots, [*leaves, *weights])
+                self._check_leaves(roots, [*leaves, *self.leaves])
             ends, at_ends = zip(*roots, strict=True)
             del roots
-            with uncast:  # as the untiled backward pass
+            with uncast:
                 # What torch.autograd.backward calls. That checks shapes first, which are right here.
                 _engine_run_backward(ends, at_ends, False, False, (), allow_unreachable=True, accumulate_grad=True)
             del ends, at_ends

