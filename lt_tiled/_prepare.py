@@ -25,7 +25,7 @@ from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
 from lt_tiled.modules.cache import patch_models
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import has_class, walk
-from lt_tiled.modules.patch import Patch, get_patch, get_patches, remove_patch
+from lt_tiled.modules.patch import get_patch, remove_patch
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.policies import (
@@ -293,18 +293,11 @@ def _find(find: Callable[[], list[Found]], optional: bool, missing: list[Nothing
 
 
 def _not_wrapped(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Leave out blocks inside, or around, a ``checkpoint_wrapper`` of torch or fairscale."""
-    wrappers = [m for _, m in walk(model) if has_class(m, ("CheckpointWrapper",)) or _is_of_fairscale(m)]
+    """Leave out blocks inside, or around, torch's ``checkpoint_wrapper``."""
+    wrappers = [m for _, m in walk(model) if has_class(m, ("CheckpointWrapper",))]
     if not wrappers:
         return blocks
     inside = {id(part) for wrapper in wrappers for part in wrapper.modules()}
     free = [(path, m) for path, m in blocks if not any(id(part) in inside for part in m.modules())]
     warn(f"{len(blocks) - len(free)} of {len(blocks)} blocks use a checkpoint_wrapper already and are left to it.")
     return free
-
-
-def _is_of_fairscale(module: nn.Module) -> bool:
-    """Whether fairscale's ``checkpoint_wrapper`` replaced the ``forward`` of a module."""
-    patches = get_patches(module, Patch)
-    own = patches[0].replaced if patches else vars(module).get("forward")
-    return str(getattr(getattr(own, "func", own), "__module__", "")).startswith("fairscale.")

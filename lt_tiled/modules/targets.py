@@ -61,11 +61,7 @@ def find_methods(model: nn.Module, target: str) -> list[Tileable]:
 
 
 def find_mlps(model: nn.Module) -> list[Tileable]:
-    """Return the MLPs of a model's blocks.
-
-    Raises:
-        NothingFoundError: If there are none.
-    """
+    """Return the MLPs of a model's blocks, or raise ``NothingFoundError``."""
     found: list[Tileable] = []
     for path, block in find_blocks(model) or [("", model)]:
         found += find_feed_forwards(block, path)
