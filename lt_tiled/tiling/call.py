@@ -194,16 +194,7 @@ def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list
 
 
 class TiledCall:
-    """One call. It holds no activation: the anchor saves those.
-
-    Args:
-        function: What runs on each tile.
-        inputs: The tensors among the arguments.
-        arguments: The others.
-        tokens: The leading dimensions of the hidden states.
-        bounds: The tiles.
-        tiled: The tiled module.
-    """
+    """One call. It holds no activation: the anchor saves those."""
 
     def __init__(
         self,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise, repeat
 from math import ceil, prod
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,30 +61,19 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, sizes: MLPSizes |
     keep the sums at :data:`MAX_SUMS_SHARE` of its time. No tile has a single token: it would not show the layout of an
     output, and the compiler treats sizes of one apart.
     """
-    return list(_bounds(tiling.tile_tokens, tiling.num_shards, tokens, hidden_size, sizes))
-
-
-@lru_cache(maxsize=1024)  # each layer of each step asks for the same ones
-def _bounds(
-    tile_tokens: int | None,
-    num_shards: int | Literal["auto"],
-    tokens: int,
-    hidden_size: int,
-    sizes: MLPSizes | None,
-) -> tuple[Bounds, ...]:
     rows = max(1, sizes.hidden // hidden_size) if sizes else 1  # a norm of each head (q_norm) has several rows a token
-    if tile_tokens is not None:
-        tiles = ceil(tokens / (tile_tokens * rows))
-    elif num_shards == "auto":
+    if tiling.tile_tokens is not None:
+        tiles = ceil(tokens / (tiling.tile_tokens * rows))
+    elif tiling.num_shards == "auto":
         tiles = ceil(tokens / hidden_size)
         if sizes:
             tiles = max(ceil(12 * sizes.intermediate / sizes.hidden), ceil(tokens / (MAX_TILE_TOKENS * rows)))
         tiles = min(tiles, tokens // (_least_tokens(sizes) * rows))
     else:
-        tiles = num_shards
+        tiles = tiling.num_shards
     tiles = max(1, min(tiles, tokens // 2))
     size, larger = divmod(tokens, tiles)
-    return tuple(pairwise(index * size + min(index, larger) for index in range(tiles + 1)))
+    return list(pairwise(index * size + min(index, larger) for index in range(tiles + 1)))
 
 
 def _least_tokens(sizes: MLPSizes | None) -> int:

@@ -142,12 +142,7 @@ class Boundary(Patch):
 class TiledPatch(Tiled, Patch):
     """On a tiled module, on a norm next to one, and on the projections behind a norm.
 
-    Args:
-        spec: What was found at setup.
-        tiling: How it is tiled.
-        needs: What the engine needs.
-        owner: Who set it.
-        leader: The patch whose tiles it may share: of the MLP, or of the norm before projections.
+    Its ``leader`` is the patch whose tiles it may share: of the MLP, or of the norm before projections.
     """
 
     compiled_tile: Callable[..., Any] | None = None
@@ -159,15 +154,11 @@ class TiledPatch(Tiled, Patch):
         return Order.TILE if self.is_leader and not self.spec.is_lone_norm else Order.NEIGHBOR
 
     def __init__(
-        self,
-        spec: TileSpec,
-        tiling: Tiling,
-        needs: EngineNeeds,
-        owner: Owner | None,
-        leader: TiledPatch | None = None,
+        self, spec: TileSpec, tiling: Tiling, needs: EngineNeeds, owner: Owner | None, leader: Any = None
     ) -> None:
         super().__init__(spec, tiling, needs, owner)
-        self.name, self.leader = spec.name, leader or self
+        self.name = spec.name
+        self.leader: TiledPatch = leader or self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
