@@ -1,4 +1,4 @@
-"""What the self-check sees of a call besides its outputs: what it holds, changes, draws and sends, and its graph."""
+"""What the self-check sees of a call besides its outputs: what it holds, draws and sends, and its graph."""
 
 from __future__ import annotations
 
@@ -14,35 +14,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.patch import is_patched
 from lt_tiled.tiling.call import TiledCall
-from lt_tiled.tiling.recompute import RandomState
+from lt_tiled.tiling.recompute import TOLERANCE, version_of
 
 # What modules hold
 
-_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+PLAIN_TENSORS = (Tensor, nn.Parameter)
 _BY_VALUE = (int, float, complex, str, bytes, torch.Size, torch.device)
+_OF_TORCH = nn.Module().__dict__.keys() - {"training", "_parameters", "_buffers"}
 Held = frozenset[tuple[str, Hashable, Hashable]]
-"""Names, places, and facts that are equal as long as what is there is the same."""
+"""Names, modules, and facts that are equal as long as what is there is the same."""
 
 
 def held(parts: Sequence[nn.Module], others: Sequence[Any], fact_of: Callable[[Tensor], Hashable]) -> Held:
     """Return what modules and arguments hold, also in containers, with such facts of tensors."""
     values: list[tuple[str, Hashable, Any]] = [("its arguments", None, others)]
     for index, part in enumerate(parts):
-        for holder in (part.__dict__, part._buffers, part._parameters):
-            for name, value in holder.items():
-                if holder is not part.__dict__ or _is_users(name, value):
-                    values.append((f"{type(part).__name__}.{name}", (index, type(part), name), value))
+        for name, value in _own(part).items():
+            values.append((f"{type(part).__name__}.{name}", (index, type(part)), value))
     found: set[tuple[str, Hashable, Hashable]] = set()
     for label, place, value in values:
         for path, leaf in pytree.tree_leaves_with_path(value):
-            fact = leaf if isinstance(leaf, _BY_VALUE) else id(leaf)
-            found.add((label, (place, path), fact_of(leaf) if isinstance(leaf, Tensor) else fact))
+            fact: Hashable = id(leaf)
+            if isinstance(leaf, Tensor):
+                fact = fact_of(leaf)
+            elif isinstance(leaf, _BY_VALUE):
+                fact = leaf
+            found.add((label + pytree.keystr(path), place, fact))
     return frozenset(found)
 
 
-def _is_users(name: str, value: Any) -> bool:
-    """Whether a module's own code or a user set an attribute, or it is its training mode."""
-    return name not in _OF_TORCH and not name.startswith("_lt_tiled") and not is_patched(value)
+def _own(part: nn.Module) -> dict[str, Any]:
+    """Return weights, buffers and training mode of a module, and the attributes that its code or a user set."""
+    own: dict[str, Any] = {}
+    for name, value in part.__dict__.items():
+        if name not in _OF_TORCH and not name.startswith("_lt_tiled") and not is_patched(value):
+            # The dictionaries of ZeRO-3 are no containers for pytree, and have functions of their own.
+            own[name] = dict(value.items()) if name == "_parameters" else value
+    return own
 
 
 @contextmanager
@@ -51,31 +59,44 @@ def copies_in_place(parts: Sequence[nn.Module], copy: Callable[[Any], Any]) -> I
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
         for part in parts:
-            for holder in (part.__dict__, part._buffers, part._parameters):
-                entries = dict(holder.items())
-                before.append((holder, entries))
-                for name, value in entries.items():
-                    if holder is not part.__dict__ or _is_users(name, value):
-                        # The dictionaries of ZeRO-3 have functions of their own.
-                        dict.__setitem__(holder, name, pytree.tree_map(copy, value))
+            before.append((part.__dict__, dict(part.__dict__)))
+            part.__dict__.update(pytree.tree_map(copy, _own(part)))
         yield
     finally:
         for holder, entries in before:
             for name in holder.keys() - entries.keys():
                 del holder[name]
-            dict.update(holder, entries)
+            holder.update(entries)
+
+
+def value_of(tensor: Tensor) -> Hashable:
+    """Return what is equal as long as a tensor has the same values."""
+    is_float8 = tensor.is_floating_point() and tensor.dtype not in TOLERANCE
+    if is_float8 or type(tensor) not in PLAIN_TENSORS:
+        return id(tensor), version_of(tensor)
+    # Code that parametrizes a weight for a while changes its version.
+    return norm(tensor), tensor.requires_grad, 0 if isinstance(tensor, nn.Parameter) else version_of(tensor)
+
+
+def norm(tensor: Tensor) -> float:
+    """Return the norm of what is finite."""
+    finite = tensor.detach().resolve_conj()
+    if not (finite.is_floating_point() or finite.is_complex()):
+        finite = finite.double()
+    # Without a copy in float32.
+    wide = torch.promote_types(finite.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(finite.nan_to_num(0, 0, 0), dtype=wide))
 
 
 # What operations do
 
 
 class Probe(TorchDispatchMode):
-    """Lets all tokens draw the same random numbers, as if no tiles were there, and counts them. Refuses collectives."""
+    """Lets all tokens draw the same numbers, as if no tiles were there, and counts them. Refuses collectives."""
 
     def __init__(self, call: TiledCall) -> None:
         super().__init__()
         self.name = call.name
-        self.start = RandomState.now(call.device)
         self.drawn = 0
         self.dtypes: set[torch.dtype] = {torch.float64}
         """The dtypes of what was computed."""
@@ -83,51 +104,42 @@ class Probe(TorchDispatchMode):
         """Whether the weights are DTensors, whose ranks make equal tiles."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # 1. Collectives.
         kwargs = kwargs or {}
         if "c10d" in func.namespace and not self.parallel:
             raise NotPositionWiseError(
                 f"{self.name} communicates with other ranks in its forward ({func.name()}), and ranks with other tiles"
                 f" would not answer. {REMEDY}"
             )
-        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-        if draws:
-            self.start.set()
+        # 2. Dtypes. The link of an anchor has no elements.
         found = func(*args, **kwargs)
         leaves = found if isinstance(found, tuple | list) else (found,)
-        self.dtypes.update(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor))
-        if not draws:
+        self.dtypes.update(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel())
+        # 3. Random numbers: those that most masks keep, and a category that each token has.
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return found
         self.drawn += leaves[0].numel()
         if func is torch.ops.aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(found[1])  # the backward pass scales both calls alike
-        _fill(leaves[0], func.name())
+        if "bernoulli" in func.name():
+            leaves[0].fill_(1)
+        else:
+            leaves[0].fill_(0.6 if leaves[0].is_floating_point() else 0)
         return found
 
 
-def _fill(drawn: Tensor, name: str) -> None:
-    """Let all tokens have drawn the same value."""
-    if "multinomial" in name:
-        drawn.zero_()  # a category that each token has; what a token draws depends on its probabilities
-    elif "bernoulli" in name:
-        drawn.fill_(1)
-    elif drawn.is_floating_point():
-        drawn.fill_(0.6)  # which most masks keep
-    elif drawn.numel():
-        drawn.fill_(int(drawn.flatten()[0]))
+# Where the graph of a tile begins
 
 
-# The graph of a tile: it must begin at the arguments and weights, and end at the outputs
-
-
-def check_leaves(ends: Iterable[Any], known: Container[int], name: str) -> set[Any]:
-    """Return the nodes of the graph that ends at some, and refuse leaves whose ids are not known."""
+def check_leaves(ends: Iterable[Any], known: Container[int], name: str) -> None:
+    """Refuse a graph, given the nodes at its end, that begins at leaves whose ids are not known."""
     todo = list(ends)
-    nodes: set[Any] = set()
+    seen: set[Any] = set()
     while todo:
         node = todo.pop()
-        if node is None or node in nodes:
+        if node is None or node in seen:
             continue
-        nodes.add(node)
+        seen.add(node)
         for following, _ in node.next_functions:
             todo.append(following)
         variable = getattr(node, "variable", None)  # of a leaf
@@ -138,4 +150,3 @@ def check_leaves(ends: Iterable[Any], known: Container[int], name: str) -> set[A
                 " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it, or"
                 f" pass it as an argument. {REMEDY}"
             )
-    return nodes

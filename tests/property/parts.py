@@ -187,7 +187,7 @@ OTHERS: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "writes into its input": then(lambda part, x: x.mul_(2)),
     "counts in a buffer": then(lambda part, x: part.stat.add_(1)),
     "sets a buffer": then(lambda part, x: setattr(part, "stat", part.stat + 1)),
-    "writes into a weight": then(lambda part, x: part.inner.weight.clamp_(-0.1, 0.1)),
+    "writes into a weight": then(lambda part, x: part.inner.weight.mul_(0.9)),
     "running mean": running_mean,
     "counts and uses": lambda part, x: (setattr(part, "calls", part.calls + 1), x * part.calls)[1],
 }
