@@ -2,7 +2,7 @@
 
 Mixtures of experts of released models, from their configurations and without weights: their tiles, the bytes of
 gradient sums that these read and write in a backward pass, and the time of that relative to their arithmetic. The
-figures are computed, with the bandwidth and the FLOP/s of :func:`lt_tiled.tiling.cut.sums_share`.
+figures are computed, with the bandwidth and the FLOP/s of :func:`lt_tiled.tiling.cut.SUM_TOKENS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from benchmarks.sheet import Cell, Sheet
 from lt_tiled import Tiling
 from lt_tiled.modules.feed_forward import find_sizes
-from lt_tiled.tiling.cut import MAX_SUMS_SHARE, sums_share, tile_bounds
+from lt_tiled.tiling.cut import MAX_SUMS_SHARE, SUM_TOKENS, tile_bounds
 
 TOKENS = 131072
 
@@ -42,7 +42,7 @@ def experts() -> list[Sheet]:
         sizes = find_sizes(module)
         assert sizes is not None
         bounds = tile_bounds(Tiling(), TOKENS, sizes.hidden, sizes if by_sums else None)
-        share = sums_share(TOKENS, sizes.summed, sizes.used) * len(bounds)
+        share = SUM_TOKENS / TOKENS * sizes.summed / sizes.used * len(bounds)
         sheet.add(
             f"{name}, {'auto' if by_sums else 'tokens / hidden_size'}",
             str(len(bounds)),

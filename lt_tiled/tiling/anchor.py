@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_tiled.tiling.call import TiledCall
+from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.weights import in_places, swapped, weights_of
 
 Edges = Sequence[Tensor]
@@ -64,9 +65,13 @@ def several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def run_untiled(parts: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
-    """Run modules as they are, with their weights behind an anchor: see NOTE [One order on all ranks]."""
-    weights = weights_of(parts)
+def run_untiled(parts: Sequence[nn.Module], one_order: bool, run: Callable[[], Any]) -> Any:
+    """Run modules as they are, where ranks may differ with their weights behind an anchor.
+
+    See NOTE [One order on all ranks]. Other engines, and transforms, do not need it.
+    """
+    differ = one_order and several_ranks() and torch.is_grad_enabled() and not is_transformed()
+    weights = weights_of(parts) if differ else {}
     if not weights:
         return run()
     link = next(iter(weights)).new_empty(0, requires_grad=True)

@@ -102,8 +102,11 @@ class Plan:
 class Tiled:
     """What was found at setup, asked for and found out of a tiled module."""
 
-    def __init__(self, spec: TileSpec, tiling: Tiling, needs: EngineNeeds, owner: Owner | None) -> None:
+    def __init__(
+        self, spec: TileSpec, tiling: Tiling, needs: EngineNeeds, owner: Owner | None, leader: Any = None
+    ) -> None:
         self.spec, self.tiling, self.needs, self.owner = spec, tiling, needs, owner
+        self.name, self.leader = spec.name, leader or self
         self.largest = LargestCall()
         self.untiled = False
         """Whether it failed the self-check."""

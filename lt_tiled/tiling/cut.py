@@ -22,20 +22,13 @@ MIN_TILE_TOKENS = 1024
 """Below this many rows a matrix multiply is too thin to be efficient; ``num_shards="auto"`` never goes below it."""
 
 
-def sums_share(tokens: int, summed: int = 1, used: int = 1) -> float:
-    """Return the time that a tile of large weights takes for gradient sums, relative to its arithmetic.
-
-    Estimated for an H100: for each element that it sums, a tile reads and writes the float32 sum, 8 bytes at 3.35 TB/s.
-    For each element that a token uses, it takes 8 FLOPs per token at 400 TFLOP/s. An MLP uses what it sums; a mixture
-    of experts uses a part of it.
-    """
-    return (8 * summed / 3.35e12) / (8 * used * tokens / 400e12)
-
-
+SUM_TOKENS = (8 / 3.35e12) / (8 / 400e12)
+"""The tokens whose arithmetic takes an H100 as long as a gradient sum: for each element a tile reads and writes the
+float32 sum, 8 bytes at 3.35 TB/s, and for each that a token uses it takes 8 FLOPs at 400 TFLOP/s."""
 MAX_SUMS_SHARE = 0.05
-"""The largest such share with ``num_shards="auto"``."""
-LARGE_TILE_TOKENS = next(size for size in (1024, 2048, 4096) if sums_share(size) <= MAX_SUMS_SHARE)
-"""The same for large weights."""
+"""The largest time for sums relative to arithmetic with ``num_shards="auto"``."""
+LARGE_TILE_TOKENS = 4096
+"""The least tokens where weights are large: the first power of two that keeps to this share."""
 MAX_TILE_TOKENS = 8192
 """Above it more tiles cost next to nothing: the sums of large weights take less than 2 % of the time."""
 LARGE_SUMS = 32 * 2**20
@@ -80,8 +73,8 @@ def _least_tokens(sizes: MLPSizes | None) -> int:
     """Return the tokens of the smallest tile that is worth its time."""
     if sizes is None or 4 * sizes.summed <= LARGE_SUMS:
         return MIN_TILE_TOKENS
-    # The share falls with the number of tokens.
-    return max(LARGE_TILE_TOKENS, ceil(sums_share(1, sizes.summed, sizes.used) / MAX_SUMS_SHARE))
+    # An MLP uses what it sums; a mixture of experts uses a part of it.
+    return max(LARGE_TILE_TOKENS, ceil(SUM_TOKENS * sizes.summed / sizes.used / MAX_SUMS_SHARE))
 
 
 T = TypeVar("T")

@@ -37,7 +37,7 @@ from lt_tiled.modules.feed_forward import MLPSizes, Tileable, cannot_be_tiled, f
 from lt_tiled.modules.find import ENGINES, outermost, walk, walk_all
 from lt_tiled.modules.patch import HOOKS, Order, Patch, get_patch, get_patches, is_of, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.anchor import Through, run_untiled, several_ranks
+from lt_tiled.tiling.anchor import Through, run_untiled
 from lt_tiled.tiling.call import EngineNeeds, Owner, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
 from lt_tiled.tiling.check import check_position_wise
 from lt_tiled.tiling.cut import Tokens, memory_order, tile_bounds
@@ -153,12 +153,7 @@ class TiledPatch(Tiled, Patch):
         """Compiled code goes past what is on norms, which the compiler fuses anyway, and on the projections behind."""
         return Order.TILE if self.is_leader and not self.spec.is_lone_norm else Order.NEIGHBOR
 
-    def __init__(
-        self, spec: TileSpec, tiling: Tiling, needs: EngineNeeds, owner: Owner | None, leader: Any = None
-    ) -> None:
-        super().__init__(spec, tiling, needs, owner)
-        self.name = spec.name
-        self.leader: TiledPatch = leader or self
+    leader: TiledPatch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
@@ -187,6 +182,8 @@ class TiledPatch(Tiled, Patch):
         collector = active_collector(function.inside)
         if collector is not None:
             function = replace(function, run=partial(run_recorded, function.run, tuple(collector)), key=(id(self), ""))
+        # A projection behind a norm, and a norm of one kernel, gain nothing by tiles of their own.
+        alone = self.is_leader or not (self.spec.is_lone_norm or is_one_kernel(module))
         # 2. Together with the norm that is pending before it,
         made: CallWithInputs | None = None
         through: Through = {}
@@ -201,10 +198,10 @@ class TiledPatch(Tiled, Patch):
             if args and self.spec.is_lone_norm and not self.spec.pends:
                 order = memory_order(args[0])
             ordered = args if order is None else (args[0].permute(order), *args[1:])
-            made = self.decide(module, function, ordered, kwargs)
+            made = self.decide(module, function, ordered, kwargs) if alone or self.spec.pends else None
         # 3. Untiled.
         if made is None:
-            return self._run_untiled(function, partial(self.inner, module, *args, **kwargs))
+            return run_untiled(function.parts, self.needs.one_order, partial(self.inner, module, *args, **kwargs))
         # 4. In the tiles of what follows, if that takes its output.
         call, inputs = made
         joined = call.function.joined
@@ -212,8 +209,8 @@ class TiledPatch(Tiled, Patch):
             self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind, self.tiling)
         if self._may_pend(module, call, inputs):
             return Pending.of(call, inputs, through, self.leader)
-        if not (self.is_leader or joined) and (self.spec.is_lone_norm or is_one_kernel(module)):
-            return self._run_untiled(function, partial(self.inner, module, *args, **kwargs))
+        if not (joined or alone):
+            return run_untiled(function.parts, self.needs.one_order, partial(self.inner, module, *args, **kwargs))
         # 5. In tiles of its own.
         result = run_tiled(call, inputs, through)
         if order is not None:
@@ -324,12 +321,6 @@ class TiledPatch(Tiled, Patch):
         if call.plan.output is None or has_users_hook(module) or is_recorded(call.function.inside):
             return False
         return all(type(tensor) in _PLAIN and not tensor.is_inference() for tensor in inputs)
-
-    def _run_untiled(self, function: TileFunction, inner: Callable[[], Any]) -> Any:
-        """Run the module as it is, where ranks may differ with its weights behind an anchor."""
-        if not (self.needs.one_order and several_ranks() and torch.is_grad_enabled()) or is_transformed():
-            return inner()
-        return run_untiled(function.parts, inner)
 
 
 def _run_linear(module: nn.Module, below: Callable[..., Any], input: Tensor) -> Tensor:

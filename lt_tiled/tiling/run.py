@@ -22,7 +22,7 @@ from lt_tiled.modules.patch import without_compiler
 from lt_tiled.recompute.compare import Samples
 from lt_tiled.tiling.anchor import Edges, Through, anchored
 from lt_tiled.tiling.call import TiledCall
-from lt_tiled.tiling.cut import Assembly, Layout, each_tile, flatten
+from lt_tiled.tiling.cut import Assembly, each_tile, flatten
 from lt_tiled.tiling.effects import check_leaves
 from lt_tiled.tiling.last import LastProjection, Root
 from lt_tiled.tiling.recompute import (
@@ -35,24 +35,17 @@ from lt_tiled.tiling.recompute import (
 from lt_tiled.tiling.weights import GradientSum, in_places, one_thread, swapped, wants_zeros
 
 
-def run_tiled(call: TiledCall, inputs: Sequence[Tensor], through: Through | None = None) -> Any:
-    """Run a call tile by tile.
-
-    Args:
-        call: The call.
-        inputs: The tensors among its arguments.
-        through: The outputs of an anchor that some of its weights went through already.
-    """
+def run_tiled(call: TiledCall, inputs: Sequence[Tensor], through: Through) -> Any:
+    """Run a call tile by tile, some of whose weights went through an anchor already."""
     # 1. Without a backward pass the tiles run, and that is all.
     if not call.differentiable:
-        outputs, trace = forward(call, inputs)
-        return pytree.tree_unflatten(outputs, trace.layout.tree)
-    # 2. Save the inputs and weights before any arithmetic.
-    link, edges = anchored(call, inputs, through or {})
-    # 3. Run all tiles without a graph; the node of this Function runs them again in the backward pass.
-    box: list[Trace] = []
-    outputs = TiledFunction.apply(call, [t.detach() for t in inputs], box, (), link, *edges)
-    return pytree.tree_unflatten(outputs, box[0].layout.tree)
+        outputs, _ = forward(call, inputs)
+    else:
+        # 2. Save the inputs and weights before any arithmetic.
+        link, edges = anchored(call, inputs, through)
+        # 3. Run all tiles without a graph; the node of this Function runs them again in the backward pass.
+        outputs = TiledFunction.apply(call, [], (), link, *edges)
+    return pytree.tree_unflatten(outputs, call.plan.layout.tree)
 
 
 def run_later(call: TiledCall, inputs: Sequence[Tensor], through: Through, box: list[Trace], output: Tensor) -> Edges:
@@ -62,7 +55,7 @@ def run_later(call: TiledCall, inputs: Sequence[Tensor], through: Through, box: 
         The outputs of the call's anchor.
     """
     link, edges = anchored(call, inputs, through)
-    TiledFunction.apply(call, inputs, box, [output], link, *edges)
+    TiledFunction.apply(call, box, (output,), link, *edges)
     return edges
 
 
@@ -78,8 +71,6 @@ def run_now(call: TiledCall, inputs: Sequence[Tensor], box: list[Trace]) -> Tens
 class Trace:
     """What the forward pass of a call leaves for its backward pass."""
 
-    layout: Layout
-    """How outputs are cut into those of tiles."""
     random: RandomState
     """The generators' state before the forward pass."""
     last: nn.Linear | None
@@ -91,18 +82,16 @@ class Trace:
 class TiledFunction(torch.autograd.Function):
     """Runs a call; its inputs are the anchor's outputs: see NOTE [Weights are inputs].
 
-    A call that may run later returns ``later``, and adds its trace to the box when it runs.
+    A call that may run later returns ``later``, and puts its trace into the box when it runs.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, call: TiledCall, inputs: Sequence[Tensor], box: list[Trace], later: Any, link: Tensor, *_: Tensor
-    ) -> Any:
+    def forward(ctx: Any, call: TiledCall, box: list[Trace], later: Any, link: Tensor, *edges: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.anchor, ctx.box = call, link.grad_fn, box
         if later:
             return later[0]
-        outputs, trace = forward(call, inputs)
+        outputs, trace = forward(call, edges[: len(call.wants_grad)])
         box.append(trace)
         return outputs
 
@@ -116,8 +105,7 @@ class TiledFunction(torch.autograd.Function):
                 " lt_tiled.untile() on the module, or set tiling=False."
             )
         saved = ctx.anchor.saved_tensors  # autograd refuses those that were changed in place
-        found = Recompute(call, trace, saved).run(given)
-        return None, None, None, None, None, *found
+        return None, None, None, None, *Recompute(call, trace, saved).run(given)
 
 
 # The forward pass
@@ -145,7 +133,7 @@ def forward(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ..
             del output
     if plan.last is not None and samples is not None and is_real(plan.last.weight):
         samples.take_weight(plan.last.weight)
-    return tuple(assembly.wholes), Trace(plan.layout, random, plan.last, samples)
+    return tuple(assembly.wholes), Trace(random, plan.last, samples)
 
 
 def samples_of(call: TiledCall) -> Samples:
@@ -225,7 +213,7 @@ class Recompute:
 
     def _run_tiles(self, given: Sequence[Tensor | None]) -> None:
         call, last = self.call, self.last
-        assembly = Assembly(call.tokens, call.bounds, call.name, self.trace.layout)
+        assembly = Assembly(call.tokens, call.bounds, call.name, call.plan.layout)
         into: list[Sequence[Tensor | None]] = []
         for result in self.results:
             nowhere: Sequence[Tensor | None] = [None] * len(call.bounds)

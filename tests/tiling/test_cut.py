@@ -9,7 +9,7 @@ import torch
 
 from lt_tiled import Tiling
 from lt_tiled.modules.feed_forward import MLPSizes
-from lt_tiled.tiling.cut import LARGE_TILE_TOKENS, MIN_TILE_TOKENS, Tokens, sums_share, tile_bounds
+from lt_tiled.tiling.cut import LARGE_TILE_TOKENS, MIN_TILE_TOKENS, SUM_TOKENS, Tokens, tile_bounds
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_auto_for_experts(sizes: MLPSizes, tiles: int) -> None:
     bounds = tile_bounds(Tiling(), 131072, sizes.hidden, sizes)
     assert len(bounds) == tiles
     smallest = bounds[-1][1] - bounds[-1][0]
-    assert sums_share(smallest, sizes.summed, sizes.used) <= 0.05
+    assert SUM_TOKENS * sizes.summed / sizes.used <= 0.05 * smallest
     if sizes.summed:  # one more tile would be too small
-        assert sums_share(131072 // (tiles + 1), sizes.summed, sizes.used) > 0.05
+        assert SUM_TOKENS * sizes.summed / sizes.used > 0.05 * (131072 // (tiles + 1))
 
 
 def test_auto_for_small_weights() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from lt_tiled import Tiling, prepare
 from lt_tiled.modules.patch import get_patches
-from lt_tiled.tiling import patch as patched
-from lt_tiled.tiling.call import EngineNeeds, LargestCall, Owner, TiledCall
+from lt_tiled.tiling.call import EngineNeeds, LargestCall
 from lt_tiled.tiling.patch import TiledPatch
 from lt_tiled.tiling.pending import Pending as DeferredCall
-from tests.meters import flops, peak_bytes
-from tests.models import GatedMLP, H, PythonNorm, tiny_llama
+from tests.meters import peak_bytes
+from tests.models import GatedMLP, H, PythonNorm
 from tests.parity import gradients, randn, reference, worst
 
 pytestmark = pytest.mark.self_checks
@@ -89,20 +88,6 @@ def test_whatever_attention_does_with_the_norms_output(use: Use, checkpointed: b
     assert norms(model) == []
 
 
-def test_the_projections_cost_nothing_more() -> None:
-    """A step whose projections run in the norm's tiles has the FLOPs of the untiled one."""
-    model, x = blocks(), tokens()
-
-    def step() -> None:
-        model(x.requires_grad_()).sum().backward()
-
-    with prepare(model, activation_checkpointing=True):
-        untiled = flops(step)
-    with prepare(model, tiling=TILES, activation_checkpointing=True):
-        step()
-        assert flops(step) == untiled
-
-
 def test_a_norm_over_tokens_stays_untiled() -> None:
     """A norm that nobody named and that mixes tokens runs untiled, and nothing else changes."""
     model, x = blocks(dim=1), tokens()
@@ -150,31 +135,6 @@ class CountingNorm(PythonNorm):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(x) * self.calls
-
-
-def test_memory_that_ends_in_the_check_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of memory while a norm is checked with its neighbor is no reason to leave them apart from then on."""
-
-    def check(call: TiledCall, inputs: Sequence[Tensor], owner: Owner | None) -> bool:
-        if call.function.joined:
-            raise torch.OutOfMemoryError
-        return True
-
-    monkeypatch.setattr(patched, "check_position_wise", check)
-    model = tiny_llama()
-    with prepare(model, tiling=TILES), pytest.raises(torch.OutOfMemoryError):
-        model(torch.arange(40)[None] % 16)
-
-
-def test_a_norm_that_counts_its_calls_stays_untiled() -> None:
-    """A norm that nobody named and that cannot be tiled has counted its own calls alone, and none of the self-check."""
-    model, x = blocks(), tokens()
-    for block in model:
-        assert isinstance(block, Block)
-        block.input_norm, block.mlp_norm = CountingNorm().double(), CountingNorm().double()
-    true = reference(model, x)
-    with prepare(model, tiling=TILES):
-        assert worst(gradients(model, x), true) <= 1e-10
 
 
 class SwappedHeads(Attention):

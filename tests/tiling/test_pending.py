@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -315,16 +314,6 @@ def test_copies_pickles_and_release() -> None:
         true = reference(clone, x)
         assert worst(gradients(clone, x), true) <= ERROR
     assert [set(vars(m)) for m in net.modules()] == before
-
-
-def test_pickles_come_back_plain() -> None:
-    """A pickled block with tiled norms loads as the plain class."""
-    block = nn.TransformerEncoderLayer(H, 2, 96, dropout=0.0, batch_first=True, norm_first=True).double()
-    net, x = nn.ModuleList([block, copy.deepcopy(block)]), tokens()
-    true = gradients(block, x)
-    with prepare(net, tiling=TILES):
-        plain = pickle.loads(pickle.dumps(block))
-    assert worst(gradients(plain, x), true) <= ERROR
 
 
 @pytest.mark.full
