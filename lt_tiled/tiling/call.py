@@ -41,6 +41,8 @@ class TileSpec:
     """Whether it is a norm that the policy does not name, and that is not next to an MLP."""
     pends: bool = False
     """Whether its output may be pending, because what follows may run in the same tiles."""
+    alone: bool = True
+    """Whether it runs in tiles where it cannot share those of another module."""
 
 
 @dataclass
@@ -196,6 +198,10 @@ def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list
     return tensors, Arguments(tuple(values), tuple(kwargs), tuple(positions))
 
 
+_BY_VALUE = (int, float, str, type(None))
+"""Arguments that choose what a module computes, such as flags."""
+
+
 class TiledCall:
     """One call. It holds no activation: the anchor saves those."""
 
@@ -230,7 +236,9 @@ class TiledCall:
         training = [part.training for part in self.function.parts].count(True)
         several = tuple([size > 1 for size in self.tokens.lead])
         wants = (*self.wants_grad, torch.is_grad_enabled(), len(self.weights))
-        return self.function.key, training, several, wants, self.precision, self.dtypes
+        arguments = self.arguments
+        others = tuple([value if isinstance(value, _BY_VALUE) else type(value) for value in arguments.others])
+        return self.function.key, training, several, wants, others, arguments.names, self.precision, self.dtypes
 
     def _run(self, *tile: Tensor) -> Any:
         args, kwargs = self.arguments.call_with(tile)

@@ -163,7 +163,7 @@ class _Check:
         few.tiled.plans[few.kind] = find_plan(few, self.inputs)  # which runs one with a graph, to its end
         few.run = partial(self._run_tile, few.run, self.probe.drawn, call.per_token.index(True))
         with self.probe:
-            of_tiles = flatten(run_tiled(few, self.inputs))[0]
+            of_tiles = flatten(run_tiled(few, self.inputs, {}))[0]
         sizes: list[float] = []
         for index, (whole, own) in enumerate(zip(outputs, of_tiles, strict=True)):
             same = whole.shape == own.shape and whole.requires_grad <= own.requires_grad

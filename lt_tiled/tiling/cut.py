@@ -66,7 +66,7 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, sizes: MLPSizes |
         tiles = tiling.num_shards
     tiles = max(1, min(tiles, tokens // 2))
     size, larger = divmod(tokens, tiles)
-    return list(pairwise(index * size + min(index, larger) for index in range(tiles + 1)))
+    return list(pairwise([index * size + min(index, larger) for index in range(tiles + 1)]))
 
 
 def _least_tokens(sizes: MLPSizes | None) -> int:

@@ -2,13 +2,14 @@
 
 NOTE [What the recompute leaves out]
 The backward pass of a matrix product reads its inputs and not its output. So where a tile returns the output of an
-``nn.Linear`` as it is, its recompute ends at that module, and the two products of the module's backward pass are
-computed without autograd. The first call finds the module, and each forward pass sees that it is what made the output.
+``nn.Linear`` as it is, its recompute does not compute it: the module returns zeros without memory, and the two products
+of its backward pass are computed without autograd. The first call finds the module, and each pass sees that its output
+is that of the tile, unchanged and without a hook.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,33 +31,31 @@ Root = tuple[Tensor | GradientEdge, Tensor]
 """Where the graph of a tile ends, and the gradient there."""
 
 
-class _Stop(BaseException):
-    """Ends the recompute of a tile. The module's own code does not catch it as an error."""
-
-
 class LastProjection:
-    """While tiles run, sees the input of their last projection, if they have one.
+    """While tiles run, sees their last projection, if they have one.
 
     Args:
         linear: The projection.
-        samples: What takes fingerprints of the inputs.
-        sums: In a recompute, whose tiles end at the projection: the gradient sum of each leaf.
+        samples: What takes fingerprints of its inputs.
+        sums: In a recompute, which leaves it out: the gradient sum of each leaf.
     """
 
     def __init__(
         self, linear: nn.Linear | None, samples: Samples | None, sums: Mapping[Tensor, GradientSum] | None = None
     ) -> None:
         self.linear: Any = linear
-        self._samples, self._sums = samples, sums
+        self.samples, self.sums = samples, sums
         if linear is not None:
             self._weight, self._bias = linear.weight, linear.bias
-        self._input: Tensor | None = None
-        """The input in the tile that ended at the projection, ``[..., in]``."""
+        self.calls = 0
+        """Those in the tile that runs."""
+        self._input: Any = None
+        """The input in the tile that ran, ``[..., in]``."""
         self._rows: Any = None
         """The same without a graph, ``[t, in]``."""
         self._output: Tensor | None = None
-        self.calls = 0
-        """Those in the tile that ran."""
+        self._instead: dict[Any, Tensor] = {}
+        """What a recompute returns in place of the output, for tiles of each shape."""
         self._cast: Any = None
         """The weight in the dtype of the gradients."""
 
@@ -68,35 +67,43 @@ class LastProjection:
         name = FORWARD if "forward" in self.linear.__dict__ else "forward"
         return [(self.linear.__dict__, name, self._forward)]
 
-    def run(self, run: Callable[..., Any], tile: Sequence[Tensor]) -> Any:
-        """Run a tile; return its output, or ``None`` if it ended at the projection."""
-        self.calls = 0
-        try:
-            return run(*tile)
-        except _Stop:
-            return None
-
     def _forward(self, input: Tensor) -> Tensor:
         self.calls += 1
         if self.calls == 1:
-            # Code that computes without a graph here, as in a reentrant checkpoint, does it again with one.
-            stops = self._sums is not None and torch.is_grad_enabled()
-            rows = input.detach().flatten(0, -2) if stops else input
-            if self._samples is not None:
-                self._samples.take((rows,))  # here, because code may change it in place later
-            if stops:
-                self._input, self._rows = input, rows
-                raise _Stop
+            self._input, self._version = input, input._version
+            self._rows = input if self.sums is None else input.detach().flatten(0, -2)
+            if self.samples is not None:
+                self.samples.take((self._rows,))
+            if self.sums is not None:
+                self._output = self._without_values(input)
+                return self._output
+        # A checkpoint inside of the tile may run it again in the backward pass.
         output = nn.Linear.forward(self.linear, input)
         # Code may have put other weights in the place of its own, by functional_call.
         own = self.linear.weight is self._weight and self.linear.bias is self._bias
         self._output = output if own else None
         return output
 
+    def _without_values(self, input: Tensor) -> Tensor:
+        kind, dtype = input.device.type, input.dtype
+        # Autocast leaves float64 as it is.
+        if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(kind)
+        key = (*input.shape[:-1], self.linear.weight.shape[0]), dtype
+        if key not in self._instead:
+            self._instead[key] = input.new_zeros((), dtype=dtype).expand(key[0]).requires_grad_()
+        return self._instead[key]
+
     def made(self, output: Any) -> bool:
-        """Whether the projection ran once, and its output is that of the tile, unchanged."""
+        """Whether the projection ran once in the tile that ran, and its output is that of the tile, both unchanged."""
         own, self._output = self._output, None
-        return own is not None and own is output and self.calls == 1 and (own.is_inference() or own._version == 0)
+        if own is None or own is not output or self.calls != 1:
+            return False
+        if own._version > 0 or self._input._version != self._version:
+            return False
+        if self.sums is None:
+            self._input = self._rows = None
+        return not (own._backward_hooks and has_users_hooks(own))
 
     def roots(self, gradient: Tensor | None) -> list[Root]:
         """Add the gradients of weight and bias to their sums, given that of the output, ``[..., out]``.
@@ -106,20 +113,21 @@ class LastProjection:
         """
         input, rows = self._input, self._rows
         self._input = self._rows = None
-        if gradient is None or input is None or self._sums is None:
+        if gradient is None or input is None or self.sums is None:
             return []
         before = gradient.flatten(0, -2)  # [t, out]
         dtype = before.dtype  # autocast's, if it was enabled there
-        weight, bias = self.linear.weight, self.linear.bias
-        if weight in self._sums:
-            self._sums[weight].add_product(before.t(), rows.to(dtype))
-        if bias is not None and bias in self._sums:
-            self._sums[bias].add(before.sum(0))
+        weight = self.sums.get(self.linear.weight)
+        if weight is not None:
+            weight.add_product(before.t(), rows.to(dtype))
+        bias = self.sums.get(self.linear.bias)
+        if bias is not None:
+            bias.add(before.sum(0))
         if not input.requires_grad:
             return []
-        # An edge, which does not keep the input in memory: no gradient needs its values any more.
         if self._cast is None or self._cast.dtype != dtype:
-            self._cast = weight.detach().to(dtype)
+            self._cast = self.linear.weight.detach().to(dtype)
+        # An edge, which does not keep the input in memory: no gradient needs its values any more.
         return [(get_gradient_edge(input), before.mm(self._cast).view_as(input).to(input.dtype))]
 
 
@@ -132,8 +140,9 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
     seen: list[tuple[nn.Module, Any]] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        # A hook of the module would read what is left out.
-        if type(module) is nn.Linear and len(args) == 1 and not module._forward_hooks:
+        # A hook of the module would read what is left out, and a reentrant checkpoint runs without a graph first.
+        plain = type(module) is nn.Linear and len(args) == 1 and not module._forward_hooks
+        if plain and torch.is_grad_enabled() == call.differentiable:
             seen.append((module, output))
 
     before = RandomState.now(call.device)
@@ -148,7 +157,9 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
     outputs, tree = flatten(output)
     layout = Layout.of(outputs, tree, call.tokens, call.bounds[0][1], call.name)
     # 2. The last projection. One that is tiled itself runs in tiles without its hooks.
-    made = [module for module, own in seen if own is output and not has_users_hooks(own)]
+    modules = [module for module, _ in seen]
+    made = [m for m, own in seen if own is output and not has_users_hooks(own) and modules.count(m) == 1]
+    made = [m for m in made if m in call.function.parts]
     own = call.function.modules[-1]
     last = own if type(own) is nn.Linear else (made[0] if made else None)
     plain = last is not None and not (output.is_complex() or is_traceable_wrapper_subclass(last.weight))
@@ -162,5 +173,5 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
 
 
 def has_users_hooks(tensor: Tensor) -> bool:
-    """Whether code set a hook on a tensor; those of torch follow modules."""
-    return any(not is_of(hook, ("torch.",)) for hook in (tensor._backward_hooks or {}).values())
+    """Whether code set a hook on a tensor; those of torch's tools follow modules."""
+    return any(not is_of(hook, ("torch.autograd.", "torch.utils.")) for hook in (tensor._backward_hooks or {}).values())

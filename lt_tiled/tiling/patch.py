@@ -89,7 +89,9 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
     for before, neighbors in ((True, tileable.before), (False, tileable.after)):
         for neighbor in neighbors:
             if get_patch(neighbor, TiledPatch) is None:  # what several modules share is the first one's neighbor
-                own = replace(spec, parts=None, below=(), pends=before)
+                # A projection behind a norm, and a norm of one kernel, gain nothing by tiles of their own.
+                alone = not (spec.is_lone_norm or is_one_kernel(neighbor))
+                own = replace(spec, parts=None, below=(), pends=before, alone=alone)
                 set_patch(neighbor, TiledPatch(own, tiling, needs, owner, patch))
     if tileable.parent is not None and get_patch(tileable.parent, Boundary) is None:
         set_patch(tileable.parent, Boundary(owner))
@@ -182,8 +184,6 @@ class TiledPatch(Tiled, Patch):
         collector = active_collector(function.inside)
         if collector is not None:
             function = replace(function, run=partial(run_recorded, function.run, tuple(collector)), key=(id(self), ""))
-        # A projection behind a norm, and a norm of one kernel, gain nothing by tiles of their own.
-        alone = self.is_leader or not (self.spec.is_lone_norm or is_one_kernel(module))
         # 2. Together with the norm that is pending before it,
         made: CallWithInputs | None = None
         through: Through = {}
@@ -198,7 +198,7 @@ class TiledPatch(Tiled, Patch):
             if args and self.spec.is_lone_norm and not self.spec.pends:
                 order = memory_order(args[0])
             ordered = args if order is None else (args[0].permute(order), *args[1:])
-            made = self.decide(module, function, ordered, kwargs) if alone or self.spec.pends else None
+            made = self.decide(module, function, ordered, kwargs) if self.spec.alone or self.spec.pends else None
         # 3. Untiled.
         if made is None:
             return run_untiled(function.parts, self.needs.one_order, partial(self.inner, module, *args, **kwargs))
@@ -209,7 +209,7 @@ class TiledPatch(Tiled, Patch):
             self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind, self.tiling)
         if self._may_pend(module, call, inputs):
             return Pending.of(call, inputs, through, self.leader)
-        if not (joined or alone):
+        if not (joined or self.spec.alone):
             return run_untiled(function.parts, self.needs.one_order, partial(self.inner, module, *args, **kwargs))
         # 5. In tiles of its own.
         result = run_tiled(call, inputs, through)
@@ -226,7 +226,7 @@ class TiledPatch(Tiled, Patch):
             # Inductor's own random numbers would differ between the forward pass and the recompute.
             self.compiled_tile = torch._inductor.config.patch(fallback_random=True)(run)
         below = self.compiled_tile or below
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and self.replaced is None:
             below = partial(_run_linear, module, below)
         return TileFunction.of(below, roots(module, self.spec.parts), id(self), whole=self.spec.parts is None)
 

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled.modules.patch import is_of
 from lt_tiled.tiling.anchor import Edges, Through
 from lt_tiled.tiling.call import TiledCall, TileFunction
-from lt_tiled.tiling.recompute import Precision
+from lt_tiled.tiling.recompute import Precision, saved_tensors_hooks
 from lt_tiled.tiling.run import Trace, run_later, run_now
 
 
@@ -121,6 +121,10 @@ class Pending(Deferred):
     edges: Edges
     group: Any
     """Who may run it in its tiles."""
+    hooks: Any
+    """Those around that see saved tensors: a checkpoint inside of the block would not join again what is outside."""
+    is_joined = False
+    """Whether what follows runs it in its tiles."""
     _data: Tensor | None
     _value: Tensor | None
 
@@ -132,6 +136,7 @@ class Pending(Deferred):
         pending: Pending = cls.like((*call.tokens.lead, *tail), dtype, call.device)
         pending.call, pending.inputs, pending.group, pending.box = call, inputs, group, []
         pending._data = pending._value = None
+        pending.hooks = saved_tensors_hooks()
         inside = _inside.get()
         if inside is not None:
             inside.append(weakref.ref(pending))
@@ -149,6 +154,11 @@ class Pending(Deferred):
 
     def value(self, because: str = "") -> Tensor:
         """Run the call, once, and return its output with its graph."""
+        if self.is_joined and because in ("register_hook", "retain_grad"):
+            raise RuntimeError(
+                f"{self.call.name}: its output went into the tiles of what follows, so there is no gradient of it. Ask"
+                " for it before that runs, or remove the module from Tiling(targets=...)."
+            )
         if self._value is None:
             with torch.inference_mode(False), torch.enable_grad():
                 self._value = _Value.apply(self)
@@ -163,11 +173,13 @@ class Pending(Deferred):
 
     def may_join(self, group: Any) -> bool:
         """Whether what follows may run in the same tiles: nothing used it, and gradients and autocast are as before."""
-        now = Precision.now(self.call.device)
-        return self.group is group and self._data is None and torch.is_grad_enabled() and now == self.call.precision
+        if self.group is not group or self._data is not None or not torch.is_grad_enabled():
+            return False
+        return Precision.now(self.call.device) == self.call.precision and saved_tensors_hooks() == self.hooks
 
     def followed_by(self, function: TileFunction, args: tuple[Any, ...]) -> tuple[TileFunction, tuple[Any, ...]]:
         """Return what runs this and then a function on its output, and the arguments for both."""
+        self.is_joined = True
         own = self.edges[: len(self.inputs)]
         return function.after(self.call.function, len(own)), (*own, *args[1:])
 

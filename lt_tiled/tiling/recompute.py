@@ -149,14 +149,14 @@ def _without_graph(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf else tensor.detach()
 
 
-def saves_elsewhere() -> bool:
-    """Whether hooks would see the saved tensors of a graph that is made now."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def saved_tensors_hooks() -> Any:
+    """Return the hooks that see the saved tensors of a graph that is made now; ``None`` without."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # no public name
 
 
 def in_checkpoint() -> bool:
     """Whether torch's activation checkpoint runs this code, or its recompute."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # no public name
+    hooks = saved_tensors_hooks()
     name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
     return name.startswith(("_checkpoint_hook", "_recomputation_hook"))
 

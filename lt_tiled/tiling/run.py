@@ -30,7 +30,7 @@ from lt_tiled.tiling.recompute import (
     RandomState,
     hidden_from_checkpoints,
     random_state_kept,
-    saves_elsewhere,
+    saved_tensors_hooks,
 )
 from lt_tiled.tiling.weights import GradientSum, in_places, one_thread, swapped, wants_zeros
 
@@ -98,13 +98,15 @@ class TiledFunction(torch.autograd.Function):
     @staticmethod
     @without_compiler
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, (trace,) = ctx.call, ctx.box
+        call = ctx.call
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{call.name}: a backward pass through tiles cannot be differentiated (create_graph=True): call"
                 " lt_tiled.untile() on the module, or set tiling=False."
             )
         saved = ctx.anchor.saved_tensors  # autograd refuses those that were changed in place
+        # A pending output may have a gradient without having run, as of a Function that read its shape alone.
+        trace = ctx.box[0] if ctx.box else forward(call, saved[: len(call.wants_grad)])[1]
         return None, None, None, None, *Recompute(call, trace, saved).run(given)
 
 
@@ -117,17 +119,18 @@ def forward(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ..
     random, plan = RandomState.now(call.device), call.plan
     assembly = Assembly(call.tokens, call.bounds, call.name, plan.layout)
     samples = samples_of(call) if call.differentiable and is_real(inputs[0]) else None
-    last = LastProjection(plan.last, samples)
+    last = LastProjection(plan.last if call.differentiable else None, samples)
     # Graphs that the module makes for itself are hidden from an activation checkpoint around it.
     with torch.no_grad(), hidden_from_offloaders(), swapped(last.entries()):
         for index, tile in each_tile(enumerate(call.tiles([t.detach() for t in inputs]))):
-            output = last.run(call.run, tile)
-            if plan.last is not None and not last.made(output):
+            last.calls = 0
+            output = call.run(*tile)
+            if last.linear is not None and not last.made(output):
                 # Its code is another one than in the first call: from now on tiles are recomputed in full.
                 random.set()
                 call.tiled.plans[call.kind] = replace(plan, last=None)
                 return forward(call, inputs)
-            if samples is not None and not last.calls:
+            if samples is not None and plan.last is None:
                 samples.take(flatten(output)[0])
             assembly.add(index, output)
             del output
@@ -148,7 +151,7 @@ def is_real(tensor: Tensor) -> bool:
 
 def hidden_from_offloaders() -> AbstractContextManager[Any]:
     """Hide the saved tensors of tiles from hooks around; without hooks, hiding costs time for nothing."""
-    return PlainSavedTensors() if saves_elsewhere() else nullcontext()
+    return PlainSavedTensors() if saved_tensors_hooks() is not None else nullcontext()
 
 
 # The backward pass
@@ -162,7 +165,7 @@ class Recompute:
         count, accumulate = len(call.wants_grad), call.tiled.tiling.accumulate
         self.inputs = saved[:count]
         # 1. A leaf and a sum for each weight, and for each input that all tiles see whole.
-        self.sums = [GradientSum(weight, accumulate) for weight in saved[count:]]
+        self.sums = [GradientSum(weight, accumulate) for weight in saved[count : count + len(call.weights)]]
         self.wholes: list[GradientSum | None] = []
         self.results: list[Tensor | None] = []
         """Gradients of the inputs of which each tile sees a part."""
@@ -229,20 +232,23 @@ class Recompute:
                     leaf.grad = result
                 leaves.append(leaf)
             # 2. On views, because autocast would cache the cast of a leaf, and sum gradients in 16 bits.
-            output = last.run(call.run, [leaf.view_as(leaf) for leaf in leaves] if casts else leaves)
+            last.calls = 0
+            output = call.run(*[leaf.view_as(leaf) for leaf in leaves] if casts else leaves)
             # 3. Where the graph ends, and the gradients there.
             roots: list[Root] = []
-            if output is None:
+            if self.trace.last is None:
+                outputs = flatten(output)[0]
+                if self.samples is not None:
+                    self.samples.take(outputs)
+                pairs = zip(outputs, gradients, strict=True)
+                roots += [(end, own) for end, own in pairs if own is not None and end.requires_grad]
+                del outputs, pairs
+            elif last.made(output):
                 with uncast:  # as the untiled backward pass
                     roots = last.roots(gradients[0])
-            else:
-                outputs = flatten(output)[0]
-                if self.samples is not None and not last.calls:
-                    self.samples.take(outputs)
-                for leaf, gradient in zip(outputs, gradients, strict=True):
-                    if gradient is not None and leaf.requires_grad:
-                        roots.append((leaf, gradient))
-                del output, outputs
+            elif self.samples is not None:
+                self.samples.tiles.clear()  # which is refused
+            del output
             # 4. Gradients go to the leaves.
             if not roots:
                 continue
@@ -262,4 +268,4 @@ class Recompute:
             known.update(map(id, part._parameters.values()))
             known.update(map(id, part._buffers.values()))
         ends = [end.grad_fn if isinstance(end, Tensor) else end.node for end, _ in roots]
-        check_leaves([end for end in ends if end is not None], known, self.call.name)
+        check_leaves(ends, known, self.call.name)

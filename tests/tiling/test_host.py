@@ -110,12 +110,12 @@ def test_calls_of_a_tile() -> None:
     """One tile more of a gated MLP is at most 20 calls of lt_tiled's functions, forward and backward, however many
     operations the tile has.
     """
-    assert 0 < per_tile(calls, many_operations) == per_tile(calls, GatedMLP) <= 16
+    assert 0 < per_tile(calls, many_operations) == per_tile(calls, GatedMLP) <= 20
 
 
 def test_operations_of_a_tile() -> None:
-    """One tile more is at least four of torch's operations fewer than two forwards and a backward of the module."""
-    assert others_of_a_tile(many_operations) == others_of_a_tile(GatedMLP) <= -2
+    """One tile more is at most one of torch's operations more than two forwards and a backward of the module."""
+    assert others_of_a_tile(many_operations) == others_of_a_tile(GatedMLP) <= 1
 
 
 def test_nothing_refers_to_itself() -> None:
@@ -230,12 +230,19 @@ class WritesIntoItsLastInput(GatedMLP):
 
 
 def test_last_input_that_is_changed_in_place() -> None:
-    """A last projection whose input changes after it ran has the gradients of the input that it read."""
+    """Behind a frozen last projection, which needs no input in the backward pass, gradients are the untiled ones."""
     torch.manual_seed(0)
     m, x = WritesIntoItsLastInput(), randn(1, 40, H)
     m.down.requires_grad_(False)
     true = reference(m, x)
     compare_steps(m, x, true)
+
+
+def test_last_input_that_is_changed_in_place_and_needed() -> None:
+    """Torch's error is raised, as untiled."""
+    m = tile(WritesIntoItsLastInput(), num_shards=4, self_check=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(m, randn(1, 40, H))
 
 
 class OwnAutocast(GatedMLP):

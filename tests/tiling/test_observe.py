@@ -301,7 +301,7 @@ def test_a_frozen_last_projection() -> None:
     for _ in range(2):
         y = m(x).sum()
         m.down.weight.mul_(2)
-        with pytest.raises(RuntimeError, match=f"GatedMLP{OTHER_VALUES}"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
         m(x).sum().backward()
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lt_tiled import tile
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.patch import TiledPatch
-from tests.models import GatedMLP
+from tests.models import GatedMLP, H
+from tests.parity import EXACT, gradients, randn, reference, worst
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -63,3 +66,33 @@ class HooksOutput(GatedMLP):
         if y.requires_grad:
             y.register_hook(lambda g: g * y.detach().sign())
         return y
+
+
+@pytest.mark.parametrize("module", [WritesOutput, KeepsOutput, HooksOutput, ReadsLater])
+def test_a_value_that_is_seen_is_computed(module: type[nn.Module]) -> None:
+    """A module that reads, stores or hooks the value of its last projection has the untiled gradients."""
+    torch.manual_seed(0)
+    m, x = module(), randn(1, 40, H)
+    true = reference(m, x)
+    ReadsLater.calls = 0
+    tile(m, num_shards=4, self_check=module is HooksOutput)  # which refuses the others
+    for _ in range(2):
+        assert worst(gradients(m, x), true) < EXACT
+    assert (last(m) == [None]) == (module is HooksOutput)
+
+
+def test_hooks_of_torch_see_real_values() -> None:
+    """A hook of ``torch.nn.utils`` on the last projection sees its real output in the recompute too."""
+    m, seen = GatedMLP(), []
+
+    def hook(_: nn.Module, args: Any, output: torch.Tensor) -> None:
+        seen.append(float(output.detach().abs().sum()))
+
+    hook.__module__ = "torch.nn.utils"
+    m.down.register_forward_hook(hook)
+    tile(m, num_shards=4, self_check=False)
+    for _ in range(3):
+        seen.clear()
+        m(randn(1, 40, H)).sum().backward()
+    assert seen[:4] == seen[4:]
+    assert min(seen) > 0
