@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled import tile
+from lt_tiled.errors import NotPositionWiseError
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.patch import TiledPatch
 from tests.models import GatedMLP, H
@@ -96,3 +97,48 @@ def test_hooks_of_torch_see_real_values() -> None:
         m(randn(1, 40, H)).sum().backward()
     assert seen[:4] == seen[4:]
     assert min(seen) > 0
+
+
+class HooksLater(GatedMLP):
+    """Sets a gradient hook on its output once it is asked to."""
+
+    hooks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.hooks and y.requires_grad:
+            y.register_hook(lambda g: g * 2)
+        return y
+
+
+def test_a_hook_that_comes_later_is_refused() -> None:
+    """A hook on the output that the first call did not show, and that the recompute would lose, is refused."""
+    m, x = tile(HooksLater(), num_shards=4), randn(1, 40, H)
+    gradients(m, x)
+    m.hooks = True
+    with pytest.raises(RuntimeError, match="HooksLater computes other values"):
+        gradients(m, x)
+
+
+class Flagged(GatedMLP):
+    """Mixes tokens if it is called with a flag."""
+
+    def forward(self, x: Tensor, mixes: bool = False) -> Tensor:
+        return super().forward(x - x.mean(1, keepdim=True) if mixes else x)
+
+
+@pytest.mark.self_checks
+def test_another_flag_is_checked_by_itself() -> None:
+    """A call with another flag than the ones before is another kind of call, with a self-check of its own."""
+    m, x = tile(Flagged(), num_shards=4), randn(1, 40, H)
+    m(x)
+    with pytest.raises(NotPositionWiseError, match="not position-wise"):
+        m(x, mixes=True)
+
+
+def test_a_projection_whose_forward_was_replaced() -> None:
+    """A tiled projection runs what other code put in place of its forward."""
+    m, x = nn.Linear(H, H), randn(1, 40, H)
+    m.forward = lambda input: nn.Linear.forward(m, input) * 2
+    expected = m(x)
+    assert torch.allclose(tile(m, num_shards=4)(x), expected, rtol=EXACT)
