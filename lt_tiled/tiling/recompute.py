@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
@@ -70,9 +70,12 @@ def random_state_kept(device: torch.device, start: RandomState | None = None) ->
         before.set()
 
 
-def hidden_from_modes(tensor: Tensor) -> AbstractContextManager[object]:
-    """Hide what runs from FlopCounterMode and other modes, unless it runs on fake tensors."""
-    return _disable_current_modes() if type(tensor) in (Tensor, nn.Parameter) else nullcontext()
+@contextmanager
+def hidden_from_modes(tensor: Tensor) -> Iterator[None]:
+    """Hide what runs on a tensor from FlopCounterMode and other modes, but for that of fake tensors."""
+    fake = getattr(tensor, "fake_mode", None)
+    with _disable_current_modes(), nullcontext() if fake is None else fake:
+        yield
 
 
 _SELECTIVE = ("torch.utils.checkpoint", "lt_tiled.selective")
