@@ -240,10 +240,10 @@ class Offloader:
             if record.tensor is not None or record.uses >= used.uses:
                 continue
             nbytes += record.nbytes
-            inputs += not record.kept
-            if nbytes > MOST_BYTES or inputs > self.policy.prefetch:
+            if nbytes > MOST_BYTES or inputs == self.policy.prefetch:
                 return
             record.begin_loading()
+            inputs += not record.kept
 
     def free_buffers(self) -> None:
         """Return unused CPU memory to the system; the next tensor allocates it again."""

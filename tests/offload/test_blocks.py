@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lt_tiled import ActivationCheckpointing, OffloadDiskFullError, Prepared, Tiling, prepare
+from lt_tiled.offload import offloader as offloading
 from tests.meters import LiveBytes
 from tests.models import Block, H, TinyLM, lm_loss, tiny_llama
 from tests.offload.faults import fail, nth_call
@@ -69,9 +70,8 @@ def train(
                     losses.append(lm_loss(model(long), long).item())
         if prepared.offloader is not None:
             gc.collect()
-            assert not prepared.offloader._live
-            if prepared.offloader.disk is not None:
-                assert unused(prepared.offloader)
+            assert not prepared.offloader.waiting()
+            assert unused(prepared.offloader)
     return losses, [p.detach() for p in model.parameters()], prepared
 
 
@@ -91,7 +91,7 @@ def test_bit_identical(fields: dict[str, Any], tiling: Tiling | None, device: st
     offloaded, offloaded_weights, prepared = train(policy(**fields), tiling, device)
     assert offloaded == losses
     assert all(torch.equal(a, b) for a, b in zip(weights, offloaded_weights, strict=True))
-    stats = prepared.offloader.so_far()
+    stats = prepared.offloader.stats
     leaves = fields.get("keep_last") != 5  # of five blocks
     assert (stats.cpu_bytes + stats.disk_bytes > 0) == leaves
     assert (stats.disk_bytes > 0) == (leaves and "disk" in fields["offload"])
@@ -105,7 +105,7 @@ def test_one_tensor_for_each_block() -> None:
         for _ in range(2):
             lm_loss(model(IDS), IDS).backward()
     assert packed == [(f"blocks.{i}", (2, 24, H)) for i in range(4)] * 2
-    assert prepared.offloader.so_far().disk_bytes == 2 * 4 * 2 * 24 * H * 4
+    assert prepared.offloader.stats.disk_bytes == 2 * 4 * 2 * 24 * H * 4
 
 
 def test_hugging_face_moves_hidden_states_only() -> None:
@@ -183,39 +183,46 @@ def test_graphs_of_any_use(gradients: Callable[[nn.Sequential, Tensor], list[Ten
         assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), plain, strict=True))
 
 
-@pytest.mark.parametrize("kind", [ArithmeticError, KeyboardInterrupt])
-@pytest.mark.parametrize("moment", ["forward", "backward"])
-@pytest.mark.parametrize("after", [0, 1, 3])
-def test_an_exception_frees_everything(moment: str, after: int, kind: type[BaseException]) -> None:
-    """After an exception or Ctrl-C in either pass, after k blocks, nothing leaks and the next step is right."""
+@pytest.mark.parametrize("keep", [None, "attention"])
+@pytest.mark.parametrize("offload", [None, "cpu", "disk"])
+@pytest.mark.parametrize(("kind", "moment"), [(ArithmeticError, "forward"), (KeyboardInterrupt, "backward")])
+def test_failed_steps_leave_nothing(
+    keep: Any, offload: Any, kind: type[BaseException], moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step offloaded, or kept for its recompute, goes with its graph when the step ends in an exception, in
+    either pass: 11 failed steps hold what 3 do, in memory and in the file, and the next step is right.
+    """
+    monkeypatch.setattr(offloading, "MIN_BYTES", 1024)  # some of what is kept is smaller and stays on the device
     torch.manual_seed(0)
-    model = TinyLM(4)
+    model = tiny_llama(num_hidden_layers=4)
+    fail_at, calls = (3 if moment == "forward" else 6), itertools.count(1)
 
-    def step() -> dict[str, Tensor]:
-        model.zero_grad(set_to_none=True)
-        lm_loss(model(IDS), IDS).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    def stumble(*_: object) -> None:
+        if next(calls) % fail_at == 0:
+            raise kind("stumbled")
 
     with prepare(model, activation_checkpointing=True):
         plain = step()
-    fail_at, calls = (after + 1 if moment == "forward" else 4 + after + 1), itertools.count(1)  # no data to restore
-
-    def stumble(*_: object) -> None:
-        if next(calls) == fail_at:
-            raise kind("stumbled")
-
-    with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0)) as prepared:
-        handles = [block.attention.register_forward_pre_hook(stumble) for block in model.blocks]
-        with pytest.raises(kind, match="stumbled"):
-            step()
+    fields = {"keep_last": 0} if offload else {}
+    with prepare(model, activation_checkpointing=policy(offload=offload, keep=keep, **fields)) as prepared:
+        handles = [layer.self_attn.register_forward_pre_hook(stumble) for layer in model.model.layers]
+        held = []
+        with LiveBytes() as meter:
+            for _ in range(11):
+                with pytest.raises(kind, match="stumbled"):
+                    step()
+                gc.collect()
+                held.append(meter.now)
+                assert prepared.offloader is None or (unused(prepared.offloader) and not prepared.offloader.waiting())
+        assert held[2] == held[10]
         for handle in handles:
             handle.remove()
-        gc.collect()
-        assert not prepared.offloader._live
-        found = step()
-        gc.collect()
-        assert unused(prepared.offloader)
-    assert all(torch.equal(found[name], plain[name]) for name in plain)
+        assert all(torch.equal(a, b) for a, b in zip(step(), plain, strict=True))
 
 
 def test_full_disk_before_training(tmp_path: Path) -> None:
@@ -225,7 +232,10 @@ def test_full_disk_before_training(tmp_path: Path) -> None:
     model, before = TinyLM(), os.listdir("/proc/self/fd")
     with (
         nth_call("posix_fallocate", 1, fail(errno.ENOSPC)),
-        pytest.raises(OffloadDiskFullError, match=r"cannot reserve 1\.00 GiB more on a disk with .* free"),
+        pytest.raises(
+            OffloadDiskFullError,
+            match=r"cannot create a file of at least 1\.00 GiB: No space left",
+        ),
     ):
         prepare(model, activation_checkpointing=policy(offload="disk", disk_budget="1GiB", directory=str(tmp_path)))
     assert not any("forward" in m.__dict__ for m in model.modules())
@@ -292,7 +302,7 @@ def test_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "scratch").mkdir()
     with prepare(TinyLM(), activation_checkpointing=policy(offload="disk", directory="~/scratch")) as prepared:
-        assert prepared.offloader.disk.spill.directory == str(tmp_path / "scratch")
+        assert prepared.offloader.disk.directory == str(tmp_path / "scratch")
 
 
 def test_offload_of_what_is_checkpointed_already_is_refused() -> None:
@@ -394,4 +404,4 @@ def test_keyword_hidden_states_are_found(other: str) -> None:
     with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0)) as prepared:
         x = randn(1, 8, H)
         model[1](mask=mask, hidden_states=model[0](mask=mask, hidden_states=x)).sum().backward()
-        assert prepared.offloader.so_far().disk_bytes == 2 * x.nbytes
+        assert prepared.offloader.stats.disk_bytes == 2 * x.nbytes
