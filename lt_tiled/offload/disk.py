@@ -54,12 +54,13 @@ class Disk:
 
     def __init__(self, directory: str, budget: int | None = None, *, direct: bool = True) -> None:
         self.directory = directory
-        self.limit = MAX_BYTES if budget is None else aligned(budget)
+        reserved = aligned(budget or 0)
+        self.limit = reserved or MAX_BYTES
         self._memory = CPUMemory(MAX_BYTES)  # the number of tensors in flight bounds it
         self._places: weakref.WeakSet[Place] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="lt_tiled-disk")
         self._calls: weakref.WeakSet[Future[None]] = weakref.WeakSet()
-        self._file = self._open(0 if budget is None else self.limit)
+        self._file = self._open(reserved)
         # Each call refers to the disk, so that the file is open until the last one has ended.
         self._close = weakref.finalize(self, _close_file, self._file, os.getpid())
         self.direct = False
@@ -163,17 +164,18 @@ class Disk:
 
     def _set_direct(self, direct: bool) -> None:
         """Set or clear ``O_DIRECT``, which some filesystems refuse at once and some in the first call."""
-        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-        fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT
+        fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT * direct)
         self.direct = direct
 
     def _error(
         self, reason: str, cause: OSError, offset: int | None = None, remedy: str = "set another directory"
     ) -> OffloadError:
         """Return an error that says why the system refused a call, and what to do."""
-        kind = OffloadDiskFullError if cause.errno in _NO_ROOM else OffloadError
         text = f"{reason}: {cause.strerror or cause}: {_REMEDIES.get(cause.errno or 0, remedy)}"
-        return kind(text, offset=offset, directory=self.directory)
+        if cause.errno in _NO_ROOM:
+            return OffloadDiskFullError(text, offset=offset, directory=self.directory)
+        return OffloadError(text, offset=offset, directory=self.directory)
 
     def free_buffers(self) -> None:
         """Return unused pinned memory to the system."""

@@ -40,10 +40,8 @@ from lt_tiled.offload.tensors import movable, raw_bytes, view_key
 from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 
 Tier: TypeAlias = CPUMemory | Disk
-IN_FLIGHT = 2
-"""At most so many tensors are stored at a time. The next one waits: a slow disk costs time, not memory."""
-MOST_BYTES = 4 * 2**30
-"""At most so many bytes are loaded ahead."""
+IN_FLIGHT = 2  # tensors that are stored at a time: the next one waits, so that a slow disk costs time, not memory
+MOST_BYTES = 4 * 2**30  # that are loaded ahead
 MIN_BYTES = 2**20
 """Smaller tensors stay on the device: their transfer costs more time than their memory is worth."""
 
@@ -177,7 +175,9 @@ class Offloader:
             self._settle(waiting, IN_FLIGHT)
             packed.check_unchanged()
             packed.uses += 1
-            tensor = packed.load() if packed.tensor is None else packed.tensor
+            tensor = packed.tensor
+            if tensor is None:
+                tensor = packed.load()
             self._load_ahead(packed, waiting)
             return tensor
 

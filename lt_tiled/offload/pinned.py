@@ -26,10 +26,8 @@ from torch import Tensor
 
 from lt_tiled._log import warn
 
-ALIGNMENT = mmap.PAGESIZE
-"""Buffers and places begin and end at multiples of this, as ``O_DIRECT`` requires."""
-PIECE = 64 * 2**20
-"""The most bytes of one allocation: a power of two, because torch rounds pinned memory up to the next one."""
+ALIGNMENT = mmap.PAGESIZE  # buffers and places begin and end at multiples of this, as O_DIRECT requires
+PIECE = 64 * 2**20  # the most bytes of one allocation: a power of two, because torch rounds pinned memory up to one
 
 
 def aligned(nbytes: int) -> int:

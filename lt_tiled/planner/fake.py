@@ -79,13 +79,15 @@ class _FakeTier:
         return None, SimpleNamespace(done=lambda: False, result=nothing)  # it leaves when the offloader waits for it
 
     def load(self, room: None, nbytes: int, device: torch.device) -> Any:
-        loaded = self._new(nbytes) if self.at_once else None
-        return lambda: self._new(nbytes) if loaded is None else loaded
+        def new() -> Tensor:
+            loaded = torch.empty(nbytes, dtype=torch.uint8)
+            self.name(loaded)
+            return loaded
 
-    def _new(self, nbytes: int) -> Tensor:
-        new = torch.empty(nbytes, dtype=torch.uint8)
-        self.name(new)
-        return new
+        if not self.at_once:
+            return new
+        loaded = new()
+        return lambda: loaded
 
     free_buffers = close = nothing
 
