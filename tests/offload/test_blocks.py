@@ -155,7 +155,7 @@ GRAPHS = [part_of_a_graph, one_block_three_times]
 
 @pytest.mark.parametrize("gradients", GRAPHS)
 def test_graphs_of_any_use(gradients: Callable[[nn.Sequential, Tensor], list[Tensor]]) -> None:
-    """Gradients of a part of a graph, and of a block that runs several times, as shared layers do, are bit for bit those
+    """Gradients of a part of a graph, and of a block that runs several times as shared layers do, are bit for bit those
     without offloading. See ``tests/property/test_offload.py`` for graphs that are used twice or overlap in time.
     """
     model, x = nn.Sequential(*(Block() for _ in range(4))), randn(1, 16, H)
