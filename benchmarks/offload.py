@@ -87,10 +87,10 @@ def _tier(tensors: list[Tensor], directory: str, direct: bool) -> Callable[[], t
     def run() -> tuple[float, float]:
         start = time.perf_counter()
         stored = [disk.store(raw_bytes(t), None) for t in tensors]
-        for _, call in stored:
-            call.result()
+        for _, _, wait in stored:
+            wait()
         middle = time.perf_counter()
-        for (place, _), t in zip(stored, tensors, strict=True):
+        for (place, _, _), t in zip(stored, tensors, strict=True):
             disk.load(place, t.nbytes, t.device)()
         end = time.perf_counter()
         return middle - start, end - middle

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from lt_tiled.errors import OffloadDiskFullError, OffloadError
 from lt_tiled.memory import gib
-from lt_tiled.offload.pinned import ALIGNMENT, Buffer, Copy, CPUMemory, aligned
+from lt_tiled.offload.pinned import ALIGNMENT, Buffer, CPUMemory, Stored, aligned
 from lt_tiled.policies import MAX_BYTES
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -78,12 +79,14 @@ class Disk:
             remedy = "set a directory that exists and is writable"
             raise self._error(f"cannot create a file of at least {gib(reserved)}", error, remedy=remedy) from error
 
-    def store(self, raw: Tensor, after: torch.cuda.Event | None) -> tuple[Place, Future[None]]:
+    def store(self, raw: Tensor, after: torch.cuda.Event | None) -> Stored:
         """Begin to write bytes once an event has passed."""
         place = self._take(aligned(raw.nbytes))
         copied = self._memory.store(raw, after)
         assert copied is not None
-        return place, self._submit(partial(self._write, place, *copied))
+        buffer, _, wait = copied
+        call = self._submit(partial(self._write, place, buffer, wait))
+        return place, call.done, partial(wait_for, call)
 
     def load(self, room: Place, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
         """Begin to read bytes. Return a function that waits for them and copies them to the device."""
@@ -92,7 +95,7 @@ class Disk:
         call = self._submit(partial(self._move, "read", room, buffer))
 
         def loaded() -> Tensor:
-            call.result()
+            wait_for(call)
             return self._memory.load(buffer, nbytes, device)()
 
         return loaded
@@ -136,8 +139,8 @@ class Disk:
 
     # On the threads
 
-    def _write(self, place: Place, buffer: Buffer, copy: Copy) -> None:
-        copy.result()
+    def _write(self, place: Place, buffer: Buffer, wait_for_copy: Callable[[], None]) -> None:
+        wait_for_copy()
         self._move("write", place, buffer)
 
     def _move(self, verb: Literal["write", "read"], place: Place, buffer: Buffer) -> None:
@@ -173,9 +176,8 @@ class Disk:
     ) -> OffloadError:
         """Return an error that says why the system refused a call, and what to do."""
         text = f"{reason}: {cause.strerror or cause}: {_REMEDIES.get(cause.errno or 0, remedy)}"
-        if cause.errno in _NO_ROOM:
-            return OffloadDiskFullError(text, offset=offset, directory=self.directory)
-        return OffloadError(text, offset=offset, directory=self.directory)
+        kind = OffloadDiskFullError if cause.errno in _NO_ROOM else OffloadError
+        return kind(text, offset=offset, directory=self.directory)
 
     def free_buffers(self) -> None:
         """Return unused pinned memory to the system."""
@@ -186,6 +188,13 @@ class Disk:
         self._threads.shutdown(cancel_futures=True)
         self._close()
         self._memory.close()
+
+
+def wait_for(call: Future[None]) -> None:
+    """Wait until a call has ended, and raise its error."""
+    if (error := call.exception()) is not None:
+        # A copy: the error itself stays in the future, and with this traceback would keep the step's graph alive.
+        raise copy(error) from error.__cause__
 
 
 def _close_file(file: int, process: int) -> None:

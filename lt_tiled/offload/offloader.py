@@ -22,7 +22,6 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from threading import RLock
@@ -35,7 +34,7 @@ from lt_tiled._log import warn
 from lt_tiled.errors import OffloadError, Origin, name_origin
 from lt_tiled.memory import available_memory, gib
 from lt_tiled.offload.disk import Disk
-from lt_tiled.offload.pinned import Copy, CPUMemory, event_now
+from lt_tiled.offload.pinned import CPUMemory, event_now
 from lt_tiled.offload.tensors import movable, raw_bytes, view_key
 from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 
@@ -74,7 +73,8 @@ class OffloadedTensor:
         self.begun = False  # whether it was to be stored; without a tier it then stays on the device
         self.tier: Tier | None = None
         self._room: Any = None
-        self._storing: Copy | Future[None] | None = None
+        self.is_stored: Callable[[], bool]
+        self._wait: Callable[[], None]
         self._loading: Callable[[], Tensor] | None = None
         self.uses = 0  # how often it was returned to a backward pass
 
@@ -86,18 +86,14 @@ class OffloadedTensor:
             with name_origin(self.origin):
                 stored = tier.store(raw_bytes(self.tensor), self._computed)
             if stored is not None:
-                self._room, self._storing = stored
+                self._room, self.is_stored, self._wait = stored
                 self.tier = tier
                 return
 
-    def is_stored(self) -> bool:
-        return self._storing is not None and self._storing.done()
-
     def free(self) -> None:
         """Wait until the bytes are stored, and free the tensor."""
-        assert self._storing is not None
         with name_origin(self.origin):
-            self._storing.result()
+            self._wait()
         self.check_unchanged()
         self.tensor = None
 
@@ -126,10 +122,7 @@ class OffloadedTensor:
 
 
 class Offloader:
-    """Stores saved tensors in CPU memory, on disk, or in both, and loads them in reverse order. Thread-safe.
-
-    With both tiers, the disk takes the tensors that exceed the CPU budget.
-    """
+    """Stores saved tensors in CPU memory, or on disk where its budget ends, and loads them again. Thread-safe."""
 
     def __init__(self, policy: ActivationCheckpointing, cpu: CPUMemory | None, disk: Disk | None) -> None:
         self.policy, self.cpu, self.disk = policy, cpu, disk
@@ -143,10 +136,7 @@ class Offloader:
         self._process = os.getpid()
 
     def pack(self, tensor: Tensor, block: str, kept: bool = False) -> Tensor | OffloadedTensor:
-        """Offload a tensor and return what :meth:`unpack` turns into it again.
-
-        Errors, also those of an earlier tensor that could not be stored, name the block that it belongs to.
-        """
+        """Offload a tensor, and return what :meth:`unpack` turns into it again. Errors may be of an earlier tensor."""
         if not movable(tensor) or raw_bytes(tensor).nbytes < self.min_bytes:
             return tensor
         with self._in_step():
@@ -189,10 +179,9 @@ class Offloader:
 
     @contextmanager
     def _in_step(self, origin: Origin | None = None) -> Iterator[None]:
-        """Hold the lock, refuse calls that cannot work, and end the step after an error.
+        """Hold the lock, and refuse calls that cannot work.
 
-        Then its records wait no more: what is being stored stays in memory, so that the next step neither waits for it
-        nor fails with it. Graphs that are not part of the step still have their values.
+        After an error no record waits any more: the next step neither waits for what is being stored nor fails with it.
         """
         with self._lock:
             if self._closed:

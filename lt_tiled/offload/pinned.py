@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -43,6 +44,10 @@ class Buffer:
     pieces: list[Tensor]
 
 
+Stored: TypeAlias = tuple[Any, Callable[[], bool], Callable[[], None]]
+"""A buffer or a place, whether the bytes are stored there, and what waits until they are."""
+
+
 class Copy:
     """A copy between a tensor and a buffer. A GPU runs it until its ``end`` has passed; other copies have ended."""
 
@@ -53,8 +58,8 @@ class Copy:
     def done(self) -> bool:
         return self.end is None or self.end.query()
 
-    def result(self) -> None:
-        """Let the host wait until it has ended, as a future does."""
+    def wait(self) -> None:
+        """Let the host wait until it has ended."""
         if self.end is not None:
             with torch.cuda.device(self.device):  # on a thread another one is current, which would get a context
                 self.end.synchronize()
@@ -73,11 +78,7 @@ class Copy:
 
 
 class CPUMemory:
-    """The tier in CPU memory, up to a budget in bytes.
-
-    torch caches what is pinned, by size, for the next step. If the system refuses to pin memory, it is used unpinned,
-    with one warning.
-    """
+    """The tier in CPU memory, up to a budget in bytes. For the next step torch keeps, by size, what is pinned."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -86,12 +87,13 @@ class CPUMemory:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._running: deque[Copy] = deque()
 
-    def store(self, raw: Tensor, after: torch.cuda.Event | None) -> tuple[Buffer, Copy] | None:
+    def store(self, raw: Tensor, after: torch.cuda.Event | None) -> Stored | None:
         """Begin to copy bytes to a buffer once an event has passed; return ``None`` if the budget has no room."""
         buffer = self.take(raw.nbytes, raw.device)
         if buffer is None:
             return None
-        return buffer, self._copy(list(zip(buffer.pieces, raw.split(PIECE), strict=True)), raw, buffer, after)
+        copy = self._copy(list(zip(buffer.pieces, raw.split(PIECE), strict=True)), raw, buffer, after)
+        return buffer, copy.done, copy.wait
 
     def load(self, room: Buffer, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
         """Begin to copy bytes from a buffer. Return a function that waits for them."""
@@ -153,13 +155,13 @@ class CPUMemory:
 
     def _wait_for_copies(self) -> None:
         while self._running:
-            self._running[0].result()
+            self._running[0].wait()
             self._running.popleft()
 
     def free_buffers(self) -> None:
         """Return pinned memory that is not in use to the system. The next tensors pin memory anew."""
         self._wait_for_copies()
-        if self._streams and hasattr(torch.accelerator, "empty_host_cache"):  # since torch 2.12
+        if torch.cuda.is_initialized() and hasattr(torch.accelerator, "empty_host_cache"):  # since torch 2.12
             torch.accelerator.empty_host_cache()
 
     close = free_buffers

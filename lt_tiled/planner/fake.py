@@ -76,7 +76,7 @@ class _FakeTier:
         if raw.nbytes > self.left:
             return None
         self.left -= raw.nbytes
-        return None, SimpleNamespace(done=lambda: False, result=nothing)  # it leaves when the offloader waits for it
+        return None, lambda: False, nothing  # it leaves when the offloader waits for it
 
     def load(self, room: None, nbytes: int, device: torch.device) -> Any:
         def new() -> Tensor:

@@ -106,18 +106,19 @@ class TrackedThreads(ThreadPoolExecutor):
                 end.update(self.check.host)
 
         future = super().submit(run)
-        done, result = future.done, future.result
+        done, exception = future.done, future.exception
 
         def is_done() -> bool:
             if ended := done():
                 self.check.host_knows(end)
             return ended
 
-        def its_result() -> None:
-            result()
+        def its_exception() -> BaseException | None:
+            error = exception()
             self.check.host_knows(end)
+            return error
 
-        vars(future).update(done=is_done, result=its_result)
+        vars(future).update(done=is_done, exception=its_exception)
         return future
 
 

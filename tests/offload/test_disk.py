@@ -33,8 +33,8 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
 
 
 def put(disk: Disk, data: Tensor = DATA) -> Place:
-    place, call = disk.store(data, None)
-    call.result()
+    place, _, wait = disk.store(data, None)
+    wait()
     return place
 
 
@@ -132,8 +132,8 @@ def test_closed(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", lambda *args: (time.sleep(0.01), real(*args))[1])
     calls = [disk.store(DATA[:4096], None)[1] for _ in range(20)]
     disk.close()
-    assert all(call.done() for call in calls)  # a cancelled one is done too
-    assert any(call.cancelled() for call in calls)
+    assert all(done() for done in calls)  # a cancelled one is done too
+    assert any(call.cancelled() for call in disk._calls)
     with pytest.raises(RuntimeError, match="after shutdown"):
         disk.store(DATA, None)
 

@@ -112,6 +112,25 @@ def test_an_error_ends_its_own_step_alone(tmp_path: Path, function: str, fault: 
     offloader.close()
 
 
+@pytest.mark.parametrize("function", ["pwritev", "preadv"])
+def test_an_error_keeps_no_graph(tmp_path: Path, function: str) -> None:
+    """When an error was handled, its step is free at once, without a collection of reference cycles."""
+    offloader = disk(tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        with nth_call(function, 3, fail(errno.EIO)):
+            try:
+                right(offloader)
+            except OffloadError:
+                failed = True
+        assert failed
+        assert unused(offloader)
+    finally:
+        gc.enable()
+    offloader.close()
+
+
 def test_the_budget_is_released_on_the_error_path(tmp_path: Path) -> None:
     """DataFusion #24230: after a step that fails with a full disk, the next step has the full budget."""
     offloader = disk(tmp_path, disk_budget=4 * 4096)

@@ -34,7 +34,7 @@ def test_the_whole_budget_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
             tensors.append(torch.full((pages * pinned.ALIGNMENT - 7,), number, dtype=torch.uint8))
             stored.append(memory.store(tensors[-1], None))
         assert memory.store(torch.ones(pages * pinned.ALIGNMENT, dtype=torch.uint8), None) is None
-        for tensor, (buffer, _) in zip(tensors, stored, strict=True):
+        for tensor, (buffer, *_) in zip(tensors, stored, strict=True):
             assert torch.equal(memory.load(buffer, tensor.nbytes, CPU)(), tensor)
             assert max(piece.nbytes for piece in buffer.pieces) <= pinned.PIECE
         del buffer, _

@@ -134,13 +134,13 @@ def skipped(kind: type, method: str, *callers: str) -> Iterator[None]:
 
 
 def freed_at_once() -> Any:
-    return mock.patch.multiple(pinned.Copy, done=lambda _: True, result=lambda copied: setattr(copied, "tensor", None))
+    return mock.patch.multiple(pinned.Copy, done=lambda _: True, wait=lambda copied: setattr(copied, "tensor", None))
 
 
 MUTATIONS: dict[str, tuple[Callable[..., None], dict[str, Any], Callable[[], Any]]] = {
     "store before computed": (train, CPU, lambda: skipped(Stream, "wait_event", "_copy")),
     "use before loaded": (train, CPU, lambda: skipped(Stream, "wait_event", "loaded")),
-    "write before copied": (train, DISK, lambda: skipped(Event, "synchronize", "result", "_write")),
+    "write before copied": (train, DISK, lambda: skipped(Event, "synchronize", "wait", "_write")),
     "free before copied": (train, CPU, freed_at_once),
     "drop in use": (by_hand, CPU, lambda: skipped(Tensor, "record_stream", "loaded")),
     "another device": (by_hand, DISK, lambda: mock.patch.object(torch.cuda, "device", nullcontext)),
