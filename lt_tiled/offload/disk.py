@@ -27,7 +27,6 @@ from lt_tiled.policies import MAX_BYTES
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REMEDIES = {
     errno.ENOSPC: "set another directory, lower disk_budget, or delete files there",
-    errno.EDQUOT: "raise the quota, lower disk_budget, or set another directory",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f), or set another directory",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.EIO: "look for errors of the disk in the system's log (dmesg), or set another directory",
@@ -43,9 +42,7 @@ class Place:
 
 
 class Disk:
-    """The tier in a file, which two threads write from pinned memory and read to it.
-
-    The file has mode 0600. Nothing is synced, because the data has no use after a crash.
+    """The tier in a private file, which two threads write from pinned memory and read to it, and nothing syncs.
 
     Args:
         directory: An existing directory on the disk to use.
@@ -76,8 +73,7 @@ class Disk:
                     os.posix_fallocate(file.fileno(), 0, reserved)
                 return os.dup(file.fileno())
         except OSError as error:
-            remedy = "set a directory that exists and is writable"
-            raise self._error(f"cannot create a file of at least {gib(reserved)}", error, remedy=remedy) from error
+            raise self._error(f"cannot create a file of at least {gib(reserved)}", error) from error
 
     def store(self, raw: Tensor, after: torch.cuda.Event | None) -> Stored:
         """Begin to write bytes once an event has passed."""
@@ -137,8 +133,6 @@ class Disk:
         self._calls.add(future)
         return future
 
-    # On the threads
-
     def _write(self, place: Place, buffer: Buffer, wait_for_copy: Callable[[], None]) -> None:
         wait_for_copy()
         self._move("write", place, buffer)
@@ -171,11 +165,10 @@ class Disk:
         fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT * direct)
         self.direct = direct
 
-    def _error(
-        self, reason: str, cause: OSError, offset: int | None = None, remedy: str = "set another directory"
-    ) -> OffloadError:
+    def _error(self, reason: str, cause: OSError, offset: int | None = None) -> OffloadError:
         """Return an error that says why the system refused a call, and what to do."""
-        text = f"{reason}: {cause.strerror or cause}: {_REMEDIES.get(cause.errno or 0, remedy)}"
+        remedy = _REMEDIES.get(cause.errno or 0, "set another directory, which exists and is writable")
+        text = f"{reason}: {cause.strerror or cause}: {remedy}"
         kind = OffloadDiskFullError if cause.errno in _NO_ROOM else OffloadError
         return kind(text, offset=offset, directory=self.directory)
 

@@ -41,8 +41,7 @@ from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 Tier: TypeAlias = CPUMemory | Disk
 IN_FLIGHT = 2  # tensors that are stored at a time: the next one waits, so that a slow disk costs time, not memory
 MOST_BYTES = 4 * 2**30  # that are loaded ahead
-MIN_BYTES = 2**20
-"""Smaller tensors stay on the device: their transfer costs more time than their memory is worth."""
+MIN_BYTES = 2**20  # smaller tensors stay on the device: their transfer costs more time than their memory is worth
 
 
 @dataclass
@@ -197,11 +196,9 @@ class Offloader:
     def _settle(self, waiting: Sequence[OffloadedTensor], most: int) -> None:
         """Free the tensors that are stored by now, and the oldest until at most so many are being stored."""
         storing = [record for record in waiting if record.tier is not None and record.tensor is not None]
-        left = len(storing)
-        for record in storing:
-            if left > most or record.is_stored():
+        for number, record in enumerate(storing):
+            if len(storing) - number > most or record.is_stored():
                 record.free()
-                left -= 1
 
     def _count(self, record: OffloadedTensor) -> None:
         """Add a tensor that is being stored, or stays, to the figures."""
@@ -243,11 +240,7 @@ class Offloader:
     def close(self) -> None:
         """Stop all copies and free CPU memory and disk space. Graphs that are still alive have no backward pass."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
-            for record in self.waiting():
-                record.tensor = record._loading = None
             for tier in self._tiers:
                 try:
                     tier.close()

@@ -8,16 +8,15 @@ code, what may still be written is in use, and nothing is lost.
 NOTE [Streams]
 Each device has one copy stream, so its copies run in order. A copy waits for the event after which its source is
 complete and its destination free; the current stream waits for a loaded tensor before it uses it. :class:`CPUMemory`
-keeps both ends of a copy until its event has passed, so neither is reused before, and torch's allocator need not know
-of the second stream: with ``record_stream`` freed memory would count until the device has caught up with the host. Only
-a loaded tensor that is used on another stream than the one for which it was allocated is recorded.
+keeps both ends of a copy until its event has passed, so neither is reused before. With ``record_stream`` freed memory
+would count until the device has caught up with the host: only a loaded tensor that another stream uses is recorded.
 """
 
 from __future__ import annotations
 
 import mmap
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -28,7 +27,7 @@ from torch import Tensor
 from lt_tiled._log import warn
 
 ALIGNMENT = mmap.PAGESIZE  # buffers and places begin and end at multiples of this, as O_DIRECT requires
-PIECE = 64 * 2**20  # the most bytes of one allocation: a power of two, because torch rounds pinned memory up to one
+PIECE = 64 * 2**20  # the most bytes of one allocation; all are powers of two, as torch rounds pinned memory up to one
 
 
 def aligned(nbytes: int) -> int:
@@ -44,8 +43,8 @@ class Buffer:
     pieces: list[Tensor]
 
 
+# A buffer or a place, whether the bytes are stored there, and what waits until they are.
 Stored: TypeAlias = tuple[Any, Callable[[], bool], Callable[[], None]]
-"""A buffer or a place, whether the bytes are stored there, and what waits until they are."""
 
 
 class Copy:
@@ -78,7 +77,7 @@ class Copy:
 
 
 class CPUMemory:
-    """The tier in CPU memory, up to a budget in bytes. For the next step torch keeps, by size, what is pinned."""
+    """The tier in CPU memory, up to a budget in bytes. What is free is kept for the next step."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -86,39 +85,47 @@ class CPUMemory:
         self._buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._running: deque[Copy] = deque()
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # pieces by size
 
     def store(self, raw: Tensor, after: torch.cuda.Event | None) -> Stored | None:
         """Begin to copy bytes to a buffer once an event has passed; return ``None`` if the budget has no room."""
         buffer = self.take(raw.nbytes, raw.device)
         if buffer is None:
             return None
-        copy = self._copy(list(zip(buffer.pieces, raw.split(PIECE), strict=True)), raw, buffer, after)
+        copy = self._copy("store", raw, buffer, after)
         return buffer, copy.done, copy.wait
 
     def load(self, room: Buffer, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
         """Begin to copy bytes from a buffer. Return a function that waits for them."""
         into = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._copy(list(zip(into.split(PIECE), room.pieces, strict=True)), into, room, event_now(into)).loaded
+        return self._copy("load", into, room, event_now(into)).loaded
 
     def take(self, nbytes: int, device: torch.device) -> Buffer | None:
         """Return a buffer, pinned if the device is a GPU, or ``None`` if the budget has no room."""
         while self._running and self._running[0].done():
             self._running.popleft()
         size = aligned(nbytes)
-        if self._free() < size:
+        if self._room() < size:
             self._wait_for_copies()  # whose buffers may be free after them
-        if self._free() < size:
+        if self._room() < size:
             return None
         buffer = Buffer(size, [])
-        for start in range(0, size, PIECE):
-            buffer.pieces.append(self._allocate(min(PIECE, size - start), device))
+        while size:
+            piece = self._take_piece(min(PIECE, 1 << size.bit_length() - 1), device)
+            buffer.pieces.append(piece)
+            weakref.finalize(buffer, self._free[piece.nbytes].append, piece)
+            size -= piece.nbytes
         self._buffers.add(buffer)
         return buffer
 
-    def _free(self) -> int:
+    def _room(self) -> int:
         return self.budget - sum(buffer.nbytes for buffer in self._buffers)
 
-    def _allocate(self, size: int, device: torch.device) -> Tensor:
+    def _take_piece(self, size: int, device: torch.device) -> Tensor:
+        if self._free[size]:
+            return self._free[size].pop()
+        if self._room() < size + sum(free * len(pieces) for free, pieces in self._free.items()):
+            self._free.clear()  # lengths have changed: what is free has other sizes
         if device.type == "cuda" and self._pin:
             try:
                 return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -127,14 +134,11 @@ class CPUMemory:
                 warn("The system refuses to pin CPU memory (see ulimit -l): copies to it are slower and block.")
         return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
-    def _copy(
-        self, parts: list[tuple[Tensor, Tensor]], tensor: Tensor, buffer: Buffer, after: torch.cuda.Event | None
-    ) -> Copy:
-        """Begin to copy to the first of each two parts. Only a GPU copies in the background."""
+    def _copy(self, verb: str, tensor: Tensor, buffer: Buffer, after: torch.cuda.Event | None) -> Copy:
+        """Begin to copy a tensor to a buffer, or back. Only a GPU copies in the background."""
         device = tensor.device
         if after is None:
-            for into, source in parts:
-                into[: source.nbytes].copy_(source[: into.nbytes])
+            _copy_pieces(verb, tensor, buffer)
             return Copy(tensor, buffer, None)
         with torch.cuda.device(device):
             if device not in self._streams:
@@ -144,8 +148,7 @@ class CPUMemory:
             copy = Copy(tensor, buffer, torch.cuda.Event(blocking=True))
             try:
                 with torch.cuda.stream(stream):
-                    for into, source in parts:
-                        into[: source.nbytes].copy_(source[: into.nbytes], non_blocking=True)
+                    _copy_pieces(verb, tensor, buffer)
                 stream.record_event(copy.end)
                 self._running.append(copy)
             except BaseException:  # after Ctrl-C, nothing else knows of a copy that has begun
@@ -159,12 +162,24 @@ class CPUMemory:
             self._running.popleft()
 
     def free_buffers(self) -> None:
-        """Return pinned memory that is not in use to the system. The next tensors pin memory anew."""
+        """Return memory that is not in use to the system. The next tensors allocate it anew."""
         self._wait_for_copies()
+        self._free.clear()
         if torch.cuda.is_initialized() and hasattr(torch.accelerator, "empty_host_cache"):  # since torch 2.12
             torch.accelerator.empty_host_cache()
 
     close = free_buffers
+
+
+def _copy_pieces(verb: str, tensor: Tensor, buffer: Buffer) -> None:
+    start = 0
+    for piece in buffer.pieces:
+        part = tensor[start : start + piece.nbytes]
+        start += piece.nbytes
+        if verb == "store":
+            piece[: part.nbytes].copy_(part, non_blocking=tensor.is_cuda)
+        else:
+            part.copy_(piece[: part.nbytes], non_blocking=tensor.is_cuda)
 
 
 def event_now(tensor: Tensor) -> torch.cuda.Event | None:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # the planner's tensors; torch names them in no public module
 
-MAX_WASTE = 4
-"""A view stays on the device if its span has more than this many times its own elements."""
+MAX_WASTE = 4  # a view stays on the device if its span has more than this many times its own elements
 
 
 def span(tensor: Tensor) -> int:

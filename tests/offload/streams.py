@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lt_tiled.offload import disk
+from lt_tiled.offload import disk, pinned
 from lt_tiled.offload.tensors import raw_bytes, storage_key
 
 Clock = dict[str, int]
@@ -103,6 +103,7 @@ class TrackedThreads(ThreadPoolExecutor):
                 with _Operations(self.check):
                     call()
             finally:
+                self.check.buffers_dropped()
                 end.update(self.check.host)
 
         future = super().submit(run)
@@ -134,6 +135,7 @@ class StreamCheck:
         self._lock, self._local, self._stack = RLock(), local(), ExitStack()
         self._hosts: defaultdict[int, Clock] = defaultdict(dict)
         self._memory: dict[int, Memory] = {}
+        self._given = Clock()
         self.default = [Stream(self, torch.device(kind, index)) for index in range(2)]
 
     # Clocks and streams
@@ -144,6 +146,9 @@ class StreamCheck:
 
     def host_knows(self, clock: Clock) -> None:
         self._hosts[get_ident()] = joined(self.host, clock)
+
+    def buffers_dropped(self) -> None:
+        self._given = joined(self._given, self.host)
 
     def current_stream(self, device: torch.device) -> Stream:
         return vars(self._local).get(device, self.default[device.index])
@@ -259,7 +264,7 @@ class StreamCheck:
 
     def __enter__(self) -> StreamCheck:
         base, empty, numpy = torch._C.TensorBase, torch.empty, Tensor.numpy
-        move = disk.Disk._move
+        take, move = pinned.CPUMemory.take, disk.Disk._move
 
         def seen(real: Any, instead: Any) -> property:
             """Return a property with another value for the package, of what is on a device."""
@@ -280,6 +285,10 @@ class StreamCheck:
             assert self.device_of(tensor) is None, "a tensor on a device is no array"
             return numpy(tensor)
 
+        def taken(*args: Any) -> Any:
+            self.host_knows(self._given)  # what a thread did before its call dropped a buffer came before
+            return take(*args)
+
         def moved(file: Any, verb: str, place: Any, buffer: Any) -> None:
             self.transfer(buffer.pieces, verb == "read")
             move(file, verb, place, buffer)
@@ -294,6 +303,7 @@ class StreamCheck:
             (torch, {"empty": new}),
             (disk, {"ThreadPoolExecutor": type("Threads", (TrackedThreads,), {"check": self})}),
             (disk.Disk, {"_move": moved}),
+            (pinned.CPUMemory, {"take": taken}),
         ):
             self._stack.enter_context(mock.patch.multiple(where, **names))
         self._stack.enter_context(_Operations(self))

@@ -115,8 +115,8 @@ def test_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: p / "missing", "No such file or directory: set a directory that exists and is writable"),
-        (lambda p: (p / "file").write_text("x") and p / "file", "Not a directory: set a directory that exists"),
+        (lambda p: p / "missing", "No such file or directory: set another directory, which exists and is writable"),
+        (lambda p: (p / "file").write_text("x") and p / "file", "Not a directory: set another directory"),
     ],
 )
 def test_bad_directory(tmp_path: Path, make: object, message: str) -> None:

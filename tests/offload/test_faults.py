@@ -42,7 +42,12 @@ NO_SPACE = "No space left on device: set another directory, lower disk_budget, o
     ("function", "fault", "kind", "message"),
     [
         ("pwritev", fail(errno.ENOSPC), OffloadDiskFullError, f"cannot write .*: {NO_SPACE}"),
-        ("pwritev", fail(errno.EDQUOT), OffloadDiskFullError, "cannot write .*: Disk quota exceeded: raise the quota"),
+        (
+            "pwritev",
+            fail(errno.EDQUOT),
+            OffloadDiskFullError,
+            "cannot write .*: Disk quota exceeded: set another",
+        ),
         ("pwritev", fail(errno.EFBIG), OffloadDiskFullError, "cannot write .*: File too large: .*ulimit -f"),
         ("pwritev", fail(errno.EIO), OffloadError, "cannot write .*: Input/output error: look for errors of the disk"),
         ("pwritev", nothing, OffloadError, "cannot write .*: a short write, 4096 bytes are left"),
