@@ -142,7 +142,7 @@ def offload(setup: Setup) -> Rows:
             times = setup.timed({"base": step_of(base, ids), "offloaded": step_of(offloaded, ids)}, share)
             assert prepared.offloader is not None
             assert prepared.offloader.cpu is not None
-            steps, stats = len(times["base"]) + 1, asdict(prepared.offloader.so_far())
+            steps, stats = len(times["base"]) + 1, asdict(prepared.offloader.stats)
             pinned = {slab.is_pinned() for slab, _ in prepared.offloader.cpu._slabs}
         return {
             "relative step time": statistics.median(ratios(times, "offloaded", "base")),

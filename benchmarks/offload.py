@@ -22,9 +22,8 @@ from benchmarks.costs import Size, llama
 from benchmarks.sheet import Sheet, machine, spread
 from benchmarks.step_time import interleaved, ratios, step_of
 from lt_tiled import ActivationCheckpointing, prepare
-from lt_tiled.offload.geometry import raw_bytes
-from lt_tiled.offload.spill import SpillFile
-from lt_tiled.offload.tiers import DiskTier
+from lt_tiled.offload.disk import Disk
+from lt_tiled.offload.tensors import raw_bytes
 
 GIB = 2**30
 EACH = "`torch.save`, one file each"
@@ -76,23 +75,23 @@ def _filesystem(directory: str) -> str:
     mounts = {mount: kind for _, mount, kind, *_ in lines}
     place = Path(directory).resolve()
     kind = next(mounts[str(parent)] for parent in (place, *place.parents) if str(parent) in mounts)
-    spill = SpillFile(directory, direct=True)
-    direct = spill.direct
-    spill.close()
+    disk = Disk(directory)
+    direct = disk.direct
+    disk.close()
     return kind if direct else f"{kind}, which has no `O_DIRECT`"
 
 
 def _tier(tensors: list[Tensor], directory: str, direct: bool) -> Callable[[], tuple[float, float]]:
-    tier = DiskTier(SpillFile(directory, direct=direct))
+    disk = Disk(directory, direct=direct)
 
     def run() -> tuple[float, float]:
         start = time.perf_counter()
-        stored = [tier.store(raw_bytes(t)) for t in tensors]
-        for s in stored:
-            s.wait()
+        stored = [disk.store(raw_bytes(t), None) for t in tensors]
+        for _, _, wait in stored:
+            wait()
         middle = time.perf_counter()
-        for s, t in zip(stored, tensors, strict=True):
-            tier.load(s.room, t.nbytes, t.device).wait()
+        for (place, _, _), t in zip(stored, tensors, strict=True):
+            disk.load(place, t.nbytes, t.device)()
         end = time.perf_counter()
         return middle - start, end - middle
 

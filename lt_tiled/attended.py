@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.kept import current_kept, unpacked
 from lt_tiled.modules.patch import without_compiler
-from lt_tiled.offload.geometry import storage_key
+from lt_tiled.offload.tensors import storage_key
 from lt_tiled.policies import Keep
 from lt_tiled.tiling.recompute import Precision, RandomState, keeps_graph, random_state_kept, version_of
 

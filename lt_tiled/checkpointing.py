@@ -7,7 +7,7 @@ device:
 
 * weights and views of weights, which stay there anyway;
 * tensors that cannot be restored from their bytes, such as subclasses, sparse, nested and quantized tensors, and views
-  whose memory is mostly not theirs (``movable`` in ``offload/geometry.py``);
+  whose memory is mostly not theirs (``movable`` in ``offload/tensors.py``);
 * tensors smaller than 1 MiB (``MIN_BYTES`` in ``offload/offloader.py``), and the last ``keep_last`` ones;
 * with ``offload="cpu"``, tensors for which ``cpu_budget`` has no room.
 
@@ -38,9 +38,8 @@ from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import by_name
 from lt_tiled.modules.find import find_named, walk_all
 from lt_tiled.modules.patch import Order, Patch, set_patch
-from lt_tiled.offload.geometry import movable, storage_key, view_key
-from lt_tiled.offload.offloader import Offloader
-from lt_tiled.offload.prefetch import OffloadedTensor
+from lt_tiled.offload.offloader import OffloadedTensor, Offloader
+from lt_tiled.offload.tensors import movable, storage_key, view_key
 from lt_tiled.policies import ActivationCheckpointing, Keep
 from lt_tiled.selective import Chooses, Selective
 from lt_tiled.sequence_parallel.attention import AttentionMode
@@ -182,7 +181,7 @@ class BlockPatch(Patch):
         if self.offload is None:
             return Kept(self.keep, device)
         offloader, block = self.offload.offloader, self.offload.block
-        return Kept(self.keep, device, lambda tensor: offloader.pack(tensor, block), offloader.unpack)
+        return Kept(self.keep, device, lambda tensor: offloader.pack(tensor, block, kept=True), offloader.unpack)
 
     def note_found(self, module: nn.Module, keeps: Kept) -> None:
         """Log once if there was nothing to keep."""

@@ -50,8 +50,8 @@ class OffloadError(RuntimeError):
 
     Attributes:
         origin: The step, block, shape and dtype of the tensor, if the error is about one tensor.
-        offset: The tensor's offset in the spill file in bytes, if it has one.
-        directory: The directory of the spill file, if there is one.
+        offset: The tensor's offset in the file in bytes, if it has one.
+        directory: The directory of the file, if there is one.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class OffloadError(RuntimeError):
     def __str__(self) -> str:
         places = [str(self.origin)] if self.origin else []
         places += [] if self.offset is None else [f"offset {self.offset}"]
-        places += [f"spill file in {self.directory}"] if self.directory else []
+        places += [f"file in {self.directory!r}"] if self.directory else []
         return f"{self.reason} ({', '.join(places)})" if places else self.reason
 
 

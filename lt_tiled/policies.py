@@ -90,7 +90,7 @@ class ActivationCheckpointing:
     disk_budget: int | str | None = None
     """Disk space of one node, shared by its ranks and reserved at setup. By default the file grows as needed."""
     prefetch: int = 2
-    """How many block inputs to load ahead in the backward pass, up to 4 GiB."""
+    """How many block inputs to load ahead in the backward pass, with what their blocks keep, up to 4 GiB."""
     keep_last: int = 1
     """How many of the last blocks keep their inputs on the device, because the backward pass needs them first."""
     direct_io: bool = True

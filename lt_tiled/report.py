@@ -16,7 +16,7 @@ from lt_tiled.memory import gib, total_memory
 from lt_tiled.modules.feed_forward import mixes_tokens
 from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import get_patch, get_patches
-from lt_tiled.offload.stats import OffloadStats
+from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.sequence_parallel.attention import calls_attention
 from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.sharing import Sharing
@@ -109,7 +109,7 @@ class Report:
                 repeats = _repeats_attention(module, block)
                 blocks.append(RecomputedBlock(path, type(module).__name__, block.by_others, repeats))
                 if block.offload is not None:
-                    offloaded = block.offload.offloader.so_far()
+                    offloaded = block.offload.offloader.stats
             for part in get_patches(module, SharedBlock):
                 chains.setdefault(part.sharing, []).append(path)
         shared = tuple(SharedSequences(s.owner, paths[0], paths[-1], s.size) for s, paths in chains.items())
@@ -139,7 +139,7 @@ class Report:
         from rich.table import Table  # offline images may lack it
 
         lines = [f"peak memory of a step: {peak}"] if peak else []
-        lines += self.offloaded.describe(steps, seconds) if self.offloaded is not None else []
+        lines += describe_offload(self.offloaded, steps, seconds) if self.offloaded is not None else []
         lines += advise_on_sums(self.tiled, self.memory)
         if any(row.repeats_attention for row in self.blocks):
             lines.append(
@@ -195,6 +195,24 @@ def _repeats_attention(block: nn.Module, patch: BlockPatch) -> bool:
     if patch.keep is not None or patch.chooses is not None or tokens < max(LONG * hidden_size, 1):
         return False
     return calls_attention(block) or any(mixes_tokens(name, part) for name, part in block.named_modules())
+
+
+def describe_offload(moved: OffloadStats, steps: int, seconds: float | None = None) -> list[str]:
+    """Return lines of text about a run of ``steps`` steps, with the SSD wear if its duration is given."""
+    if not moved.cpu_bytes + moved.disk_bytes + moved.over_budget_bytes:
+        return ["nothing was offloaded: inputs under 1 MiB, and the last keep_last ones, stay on the device"]
+    steps = max(steps, 1)
+    cpu = gib(moved.cpu_bytes / steps)
+    disk = gib(moved.disk_bytes / steps)
+    lines = [f"offloaded per step: {cpu} to CPU memory, {disk} to disk"]
+    if moved.over_budget_bytes:
+        lines.append(f"kept on the device, no room in the budget: {gib(moved.over_budget_bytes / steps)} per step")
+    if moved.disk_bytes:
+        lines.append(f"written to disk in all: {gib(moved.disk_bytes)}")
+        if seconds:
+            wear = moved.disk_bytes / seconds * 86400 / 1e12
+            lines.append(f"SSD wear at this rate: {wear:.1f} TB per day; compare with the TBW rating of the drive")
+    return lines
 
 
 def pattern(path: str) -> str:

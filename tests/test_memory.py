@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from lt_tiled.memory import PeakMemory
+from lt_tiled.memory import PeakMemory, available_memory
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 def test_cpu_peak_is_of_the_span() -> None:
@@ -39,3 +41,50 @@ def test_peak_of_one_of_two_accelerators(device: str) -> None:
     before = [memory.read() for memory in memories]
     held = torch.ones(MIB, dtype=torch.uint8, device=f"{device}:1")
     assert [memory.read() - peak for memory, peak in zip(memories, before, strict=True)] == [0, held.nbytes]
+
+
+V2, V1 = (
+    ("memory.max", "memory.current", "inactive_file"),
+    (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+SLURM = "slurm/uid_1/job_7/step_0"
+
+
+def system(root: Path, groups: str, limits: dict[str, int], names: tuple[str, str, str]) -> Path:
+    """Make the files of a system with 100 GiB free, whose cgroups have limits in GiB and use 3, 1 of it page cache."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable: {100 * 2**20} kB\n")
+    (root / "proc/self/cgroup").write_text(groups)
+    for path, limit in limits.items():
+        folder = root / "sys/fs/cgroup" / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / names[0]).write_text(f"{limit * GIB}\n" if limit else "max\n")
+        (folder / names[1]).write_text(f"{3 * GIB}\n")
+        (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {GIB}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "names", "free"),
+    [
+        ("", {}, V2, 100),
+        ("0::/\n", {".": 10}, V2, 8),  # a container
+        (f"0::/{SLURM}\n", {SLURM: 0, "slurm/uid_1/job_7": 10, "slurm": 40}, V2, 8),  # the limit is above it
+        (f"0::/{SLURM}\n", {SLURM: 20, "slurm": 40}, V2, 18),
+        ("0::/kubepods/pod1/c1\n", {".": 10}, V2, 8),  # the path of the host, in a container
+        ("4:memory:/docker/a1\n0::/\n", {"memory/docker/a1": 10, "memory": 2**33}, V1, 8),
+        ("4:cpu,memory:/a1/b2\n", {"memory/a1": 10, "memory/a1/b2": 20}, V1, 8),
+        ("4:memory:/docker/a1\n", {"memory": 10}, V1, 8),
+        ("5:cpu:/a1\n", {"a1": 1}, V1, 100),
+        ("0::/a\n", {"a": 1}, V2, 0),  # uses more than the limit, for a moment
+    ],
+)
+def test_memory_within_the_cgroups(
+    tmp_path: Path, groups: str, limits: dict[str, int], names: tuple[str, str, str], free: int
+) -> None:
+    """The memory available is that within the limits of all cgroups above the process, of both versions."""
+    assert available_memory(system(tmp_path, groups, limits, names)) == free * GIB

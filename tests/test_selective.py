@@ -79,7 +79,7 @@ def test_what_is_kept_goes_where_block_inputs_go() -> None:
                 held.append(meter.now)
             loss.backward()
             assert prepared.offloader is not None
-            stored.append(prepared.offloader.so_far().cpu_bytes // 2)
+            stored.append(prepared.offloader.stats.cpu_bytes // 2)
     products = 2 * IDS.numel() * (3 * 32 + 2 * 16 + 2 * 96) * 4
     assert stored[1] - stored[0] == products
     assert held[1] - held[0] < products // 100

@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lt_tiled.memory import PeakMemory
-from lt_tiled.offload.stats import OffloadStats
+from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.report import Report, show
 from lt_tiled.strategies.base import log_step
 from lt_tiled.training_step.step import shape_of

@@ -1,196 +1,235 @@
-"""The offloader: sends saved tensors to a tier in the forward pass and returns them in the backward pass."""
+"""The offloader: sends saved tensors to a tier in the forward pass and returns them in the backward pass.
+
+* A **record** (:class:`OffloadedTensor`) takes the place of a tensor in the graph that saved it, and goes with that
+  graph, however the step ends. The records that wait for their backward pass stand in one deque, as they were saved.
+* A **tier** holds bytes: CPU memory (``pinned.py``) or a file (``disk.py``).
+* A **room** is the buffer, or the place in the file, of one record. It is free when the record is gone.
+
+This is what checkpointing, and all that keeps tensors for a recompute, calls:
+
+* ``build_offloader(policy, ranks_per_node)`` opens the tiers of a policy.
+* ``offloader.pack(tensor, block)`` offloads a block input, and with ``kept=True`` a tensor that is kept for the
+  recompute. It returns a record, or the tensor itself if that stays: small, or not ``movable`` (``tensors.py``).
+* ``offloader.unpack(packed)`` returns the tensor, any number of times.
+* ``offloader.stats`` has the figures of all steps, for loggers and the report.
+* ``offloader.free_buffers()`` gives unused memory back; ``offloader.close()`` ends it all.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from threading import RLock
+from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled.errors import OffloadError, Origin, name_origin
 from lt_tiled.memory import available_memory, gib
-from lt_tiled.offload.geometry import Geometry, movable, view_key
-from lt_tiled.offload.prefetch import OffloadedTensor, Prefetcher
-from lt_tiled.offload.spill import SpillFile
-from lt_tiled.offload.stats import OffloadStats
-from lt_tiled.offload.tiers import CPUTier, DiskTier
+from lt_tiled.offload.disk import Disk
+from lt_tiled.offload.pinned import CPUMemory, event_now
+from lt_tiled.offload.tensors import movable, raw_bytes, view_key
 from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 
-IN_FLIGHT, BYTES_IN_FLIGHT = 2, 4 * 2**30
-"""At most 2 tensors of together at most 4 GiB are stored at a time; a single larger tensor is stored alone. The next
-one waits for the oldest, so a slow disk costs time, not memory.
-"""
-MIN_BYTES = 2**20
-"""Smaller tensors stay on the device: their transfer costs more time than their memory is worth."""
+Tier: TypeAlias = CPUMemory | Disk
+IN_FLIGHT = 2  # tensors that are stored at a time: the next one waits, so that a slow disk costs time, not memory
+MOST_BYTES = 4 * 2**30  # that are loaded ahead
+MIN_BYTES = 2**20  # smaller tensors stay on the device: their transfer costs more time than their memory is worth
+
+
+@dataclass
+class OffloadStats:
+    """Bytes over all steps."""
+
+    cpu_bytes: int = 0  # moved to CPU memory
+    disk_bytes: int = 0  # written to the disk, which wear an SSD
+    over_budget_bytes: int = 0  # stayed on the device because the budget had no room
+
+    def metrics(self) -> dict[str, float]:
+        return {f"lt_tiled/offload_{name}": float(value) for name, value in asdict(self).items()}
+
+
+class OffloadedTensor:
+    """The record of one saved tensor; ``kept`` says that it is kept for the recompute, besides the block's inputs."""
+
+    def __init__(self, tensor: Tensor, origin: Origin, kept: bool) -> None:
+        self.origin, self.kept, self.device = origin, kept, tensor.device
+        # A storage is compared as an object, because the address of a freed one may be used again.
+        self.identity = weakref.ref(tensor.untyped_storage()), view_key(tensor), tensor._version
+        self.nbytes = raw_bytes(tensor).nbytes
+        self._layout = tensor.shape, tensor.stride()
+        self._version = tensor._version
+        self._computed = event_now(tensor)
+        # The tensor itself, until it is stored: detached, as the grad_fn of a saved output leads back to its graph.
+        self.tensor: Tensor | None = tensor.detach()
+        self.begun = False  # whether it was to be stored; without a tier it then stays on the device
+        self.tier: Tier | None = None
+        self._room: Any = None
+        self.is_stored: Callable[[], bool]
+        self._wait: Callable[[], None]
+        self._loading: Callable[[], Tensor] | None = None
+        self.uses = 0  # how often it was returned to a backward pass
+
+    def store(self, tiers: Sequence[Tier]) -> None:
+        """Begin to store it on the first tier that has room."""
+        assert self.tensor is not None
+        self.begun = True
+        for tier in tiers:
+            with name_origin(self.origin):
+                stored = tier.store(raw_bytes(self.tensor), self._computed)
+            if stored is not None:
+                self._room, self.is_stored, self._wait = stored
+                self.tier = tier
+                return
+
+    def free(self) -> None:
+        """Wait until the bytes are stored, and free the tensor."""
+        with name_origin(self.origin):
+            self._wait()
+        self.check_unchanged()
+        self.tensor = None
+
+    def check_unchanged(self) -> None:
+        """Raise :class:`OffloadError` if the tensor was changed in place while its bytes were not stored yet."""
+        if self.tensor is not None and (now := self.tensor._version) != self._version:
+            reason = f"a tensor was changed in place after it was saved (version {self._version}, now {now})"
+            raise OffloadError(f"{reason}: make the change out of place", origin=self.origin)
+
+    def begin_loading(self) -> Callable[[], Tensor]:
+        """Begin to load the bytes unless that began earlier, and return what waits for them."""
+        if self._loading is None:
+            assert self.tier is not None
+            with name_origin(self.origin):
+                self._loading = self.tier.load(self._room, self.nbytes, self.device)
+        return self._loading
+
+    def load(self) -> Tensor:
+        """Return the tensor from its bytes."""
+        loading = self.begin_loading()
+        self._loading = None  # the tensor lives as long as the backward pass uses it
+        with name_origin(self.origin):
+            raw = loading()
+        shape, stride = self._layout
+        return raw.view(self.origin.dtype).as_strided(shape, stride)
 
 
 class Offloader:
-    """Stores saved tensors in CPU memory, on disk, or in both, and loads them in reverse order. Thread-safe.
+    """Stores saved tensors in CPU memory, or on disk where its budget ends, and loads them again. Thread-safe."""
 
-    A stored tensor is freed with the graph that saved it, whether or not the backward pass ran. With both tiers, the
-    disk takes the tensors that exceed the CPU budget.
-    """
-
-    def __init__(self, policy: ActivationCheckpointing, cpu: CPUTier | None, disk: DiskTier | None) -> None:
+    def __init__(self, policy: ActivationCheckpointing, cpu: CPUMemory | None, disk: Disk | None) -> None:
         self.policy, self.cpu, self.disk = policy, cpu, disk
-        self._tiers = [tier for tier in (cpu, disk) if tier is not None]
+        self._tiers: list[Tier] = [tier for tier in (cpu, disk) if tier is not None]
         self.min_bytes = MIN_BYTES
-        self.prefetcher = Prefetcher(policy.prefetch)
-        self.step = 0
-        """Number of forward passes: incremented when a tensor is saved and none is alive."""
+        self.step = 0  # the number of forward passes that began when no other one waited
         self.stats = OffloadStats()
-        """The figures since the last :meth:`end_step`."""
-        self.total = OffloadStats()
-        """The figures of all steps that ended."""
         self._lock = RLock()
-        self._live: weakref.WeakValueDictionary[object, OffloadedTensor] = weakref.WeakValueDictionary()
-        # Tensors that keep_last holds back until others follow, and tensors that are being stored: weak sets in the
-        # order of saving.
-        self._held_back: weakref.WeakKeyDictionary[OffloadedTensor, None] = weakref.WeakKeyDictionary()
-        self._storing: weakref.WeakKeyDictionary[OffloadedTensor, None] = weakref.WeakKeyDictionary()
-        self._last: Callable[[], OffloadedTensor | None] = lambda: None
+        self._waiting: deque[weakref.ref[OffloadedTensor]] = deque()
         self._closed = False
         self._process = os.getpid()
 
-    def pack(self, tensor: Tensor, block: str) -> Tensor | OffloadedTensor:
-        """Offload a tensor and return what :meth:`unpack` turns into it again.
-
-        One that is small or cannot be moved is returned as it is. Errors, also those of an earlier one that could not
-        be stored, name the block that it belongs to.
-        """
-        if not movable(tensor) or Geometry.of(tensor).nbytes < self.min_bytes:
+    def pack(self, tensor: Tensor, block: str, kept: bool = False) -> Tensor | OffloadedTensor:
+        """Offload a tensor, and return what :meth:`unpack` turns into it again. Errors may be of an earlier tensor."""
+        if not movable(tensor) or raw_bytes(tensor).nbytes < self.min_bytes:
             return tensor
-        with self._in_step(tensor.device):
-            if not self._live:
-                self.step += 1
-            self._reap()
-            # A tensor that several blocks save is stored once. Storages are compared as objects, because a freed
-            # storage's address may be used again; x and x.t() are two tensors.
-            identity = (weakref.ref(tensor.untyped_storage()), view_key(tensor), tensor._version)
-            packed = self._live.get(identity)
-            if packed is None:
-                origin = Origin(self.step, block, tensor.shape, tensor.dtype)
-                packed = self._live[identity] = OffloadedTensor(tensor, origin, self._last)
-                self._last = weakref.ref(packed)
-                self._held_back[packed] = None
-                held_back = list(self._held_back)
-                for oldest in held_back[: max(len(held_back) - self.policy.keep_last, 0)]:
-                    del self._held_back[oldest]
-                    self._store(oldest)
-            return packed
+        with self._in_step():
+            waiting = self.waiting()
+            self.step += not waiting
+            record = OffloadedTensor(tensor, Origin(self.step, block, tensor.shape, tensor.dtype), kept)
+            for other in waiting:
+                if other.identity == record.identity:  # several blocks save this tensor, which is stored once
+                    return other
+            self._waiting.append(weakref.ref(record))
+            waiting.append(record)
+            # The backward pass needs the last ones first: they stay.
+            for earlier in waiting[: max(len(waiting) - self.policy.keep_last, 0)]:
+                if not earlier.begun:
+                    self._settle(waiting, IN_FLIGHT - 1)
+                    earlier.store(self._tiers)
+                    self._count(earlier)
+            return record
 
     def unpack(self, packed: Tensor | OffloadedTensor) -> Tensor:
         """Return the tensor that was saved, with its values, strides and dtype."""
         if isinstance(packed, Tensor):
             return packed
-        with self._in_step(packed.device, packed.origin):
-            self._last = lambda: None  # the next packed tensor belongs to another forward pass
-            self._reap()
-            self._wait_for_stores(IN_FLIGHT, BYTES_IN_FLIGHT, wanted=packed)
+        with self._in_step(packed.origin):
+            waiting = self.waiting()
+            self._settle(waiting, IN_FLIGHT)
             packed.check_unchanged()
-            if (tensor := packed.tensor) is None:
-                tensor = self._load(packed)
-            self.prefetcher.load_ahead(packed)
+            packed.uses += 1
+            tensor = packed.tensor
+            if tensor is None:
+                tensor = packed.load()
+            self._load_ahead(packed, waiting)
             return tensor
 
-    @contextmanager
-    def _in_step(self, device: torch.device, origin: Origin | None = None) -> Iterator[None]:
-        """Hold the lock, refuse calls that cannot work, and clean up after an error, which ends the step.
+    def waiting(self) -> list[OffloadedTensor]:
+        """Return the records whose graphs are alive, in the order of saving."""
+        records = [record for reference in self._waiting if (record := reference()) is not None]
+        self._waiting = deque(map(weakref.ref, records))
+        return records
 
-        After an error, tensors that are being stored stay in memory, so that the next step neither waits for them nor
-        fails with them. Graphs that are not part of the step still have their values.
+    @contextmanager
+    def _in_step(self, origin: Origin | None = None) -> Iterator[None]:
+        """Hold the lock, and refuse calls that cannot work.
+
+        After an error no record waits any more: the next step neither waits for what is being stored nor fails with it.
         """
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                if torch.cuda.is_current_stream_capturing():
-                    reason = "a step that offloads cannot be captured as a CUDA graph: set offload=None for that"
-                    raise OffloadError(reason, origin=origin)
         with self._lock:
             if self._closed:
-                reason = "the offloader was released before this graph's backward pass: release it afterwards"
-                raise OffloadError(reason, origin=origin)
+                raise OffloadError("released before this graph's backward pass: release afterwards", origin=origin)
             if os.getpid() != self._process:
-                reason = "this process is a fork of the one that offloads: train in the parent"
-                raise OffloadError(reason, origin=origin)
+                raise OffloadError("this process is a fork of the one that offloads: train there", origin=origin)
             try:
                 yield
             except OffloadError:
-                self._held_back.clear()
-                self._storing.clear()
+                self._waiting.clear()
                 raise
 
-    def _store(self, packed: OffloadedTensor) -> None:
-        """Begin to store a tensor, or count it as one that stays."""
-        self._wait_for_stores(IN_FLIGHT - 1, BYTES_IN_FLIGHT - packed.geometry.nbytes)
-        stored = packed.store(self._tiers)
-        if stored is None:
-            if not (self.total.over_budget_bytes or self.stats.over_budget_bytes):
-                share = f", {gib(self.cpu.budget)}," if isinstance(self.cpu, CPUTier) else ""  # the planner has others
-                what = f"a tensor of {gib(packed.geometry.nbytes)} ({packed.origin})"
+    def _settle(self, waiting: Sequence[OffloadedTensor], most: int) -> None:
+        """Free the tensors that are stored by now, and the oldest until at most so many are being stored."""
+        storing = [record for record in waiting if record.tier is not None and record.tensor is not None]
+        for number, record in enumerate(storing):
+            if len(storing) - number > most or record.is_stored():
+                record.free()
+
+    def _count(self, record: OffloadedTensor) -> None:
+        """Add a tensor that is being stored, or stays, to the figures."""
+        if record.tier is None:
+            if not self.stats.over_budget_bytes:
+                text = f"a tensor of {gib(record.nbytes)} ({record.origin}) stays on {record.device}"
                 remedy = "raise cpu_budget, or use offload='cpu+disk'"
-                warn(f"This rank's share of cpu_budget{share} is full: {what} stays on {packed.device}; {remedy}.")
-            self.stats.over_budget_bytes += packed.geometry.nbytes
-            return
-        if stored.tier is self.cpu:
-            self.stats.cpu_bytes += packed.geometry.nbytes
+                warn(f"This rank's share of cpu_budget is full: {text}; {remedy}.")
+            self.stats.over_budget_bytes += record.nbytes
+        elif record.tier is self.cpu:
+            self.stats.cpu_bytes += record.nbytes
         else:
-            self.stats.disk_bytes += packed.geometry.nbytes
-        self._storing[packed] = None
-        self._reap()
+            self.stats.disk_bytes += record.nbytes
 
-    def _wait_for_stores(self, max_tensors: int, max_bytes: int, wanted: OffloadedTensor | None = None) -> None:
-        """Wait until at most so many tensors, and bytes, are being stored, not counting ``wanted``."""
-        while True:
-            storing = [packed for packed in self._storing if packed is not wanted]
-            nbytes = sum(tensor.nbytes for packed in storing if (tensor := packed.tensor) is not None)
-            if not storing or (len(storing) <= max_tensors and nbytes <= max_bytes):
+    def _load_ahead(self, used: OffloadedTensor, waiting: Sequence[OffloadedTensor]) -> None:
+        """Begin to load what the backward pass needs next: ``prefetch`` block inputs, with what their blocks keep."""
+        if used not in waiting:
+            return  # of a step that ended in an error
+        end = waiting.index(used) + 1
+        while end < len(waiting) and waiting[end].kept:  # the rest of its own block
+            end += 1
+        inputs = 0
+        nbytes = 0
+        for record in reversed(waiting[:end]):
+            if record.tensor is not None or record.uses >= used.uses:
+                continue
+            nbytes += record.nbytes
+            if nbytes > MOST_BYTES or inputs == self.policy.prefetch:
                 return
-            self._free(storing[0])
-
-    def _reap(self) -> None:
-        """Free the tensors whose bytes are stored by now."""
-        for packed in list(self._storing):
-            if packed.stored is not None and packed.stored.done():
-                self._free(packed)
-
-    def _free(self, packed: OffloadedTensor) -> None:
-        """Wait until the bytes of a tensor are stored, and free it."""
-        assert packed.stored is not None
-        del self._storing[packed]
-        try:
-            with name_origin(packed.origin):
-                packed.stored.wait()
-        except OffloadError:
-            if packed.origin.step == self.step:
-                raise
-            return  # of a step that ended in another error: only its own backward pass needs it
-        packed.check_unchanged()
-        packed.tensor = None
-
-    def _load(self, packed: OffloadedTensor) -> Tensor:
-        loading = packed.begin_loading()
-        packed.loading = None
-        with name_origin(packed.origin):
-            return packed.geometry.rebuild(loading.wait())
-
-    def so_far(self) -> OffloadStats:
-        """Return the figures of all steps, including the current one."""
-        with self._lock:
-            return self.total + self.stats
-
-    def end_step(self) -> OffloadStats:
-        """Return the figures since the last call, and add them to the total."""
-        with self._lock:
-            self.total = self.so_far()
-            stats, self.stats = self.stats, OffloadStats()
-            return stats
+            record.begin_loading()
+            inputs += not record.kept
 
     def free_buffers(self) -> None:
         """Return unused CPU memory to the system; the next tensor allocates it again."""
@@ -201,11 +240,7 @@ class Offloader:
     def close(self) -> None:
         """Stop all copies and free CPU memory and disk space. Graphs that are still alive have no backward pass."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
-            for packed in list(self._live.values()):
-                packed.tensor = packed.loading = None
             for tier in self._tiers:
                 try:
                     tier.close()
@@ -224,9 +259,8 @@ def build_offloader(policy: ActivationCheckpointing, ranks_per_node: int | None 
     cpu = disk = None
     if "cpu" in policy.offload:
         budget = available_memory() // 2 if policy.cpu_budget is None else parse_bytes(policy.cpu_budget, "cpu_budget")
-        cpu = CPUTier(budget // ranks)
+        cpu = CPUMemory(budget // ranks)
     if "disk" in policy.offload:
         limit = None if policy.disk_budget is None else parse_bytes(policy.disk_budget, "disk_budget") // ranks
-        directory = os.path.expanduser(policy.directory or tempfile.gettempdir())
-        disk = DiskTier(SpillFile(directory, limit, direct=policy.direct_io))
+        disk = Disk(os.path.expanduser(policy.directory or tempfile.gettempdir()), limit, direct=policy.direct_io)
     return Offloader(policy, cpu, disk)

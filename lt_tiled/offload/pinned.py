@@ -1,52 +1,58 @@
-"""CPU memory in pinned slabs, and the copies between it and devices, on a stream of their own.
+"""CPU memory in pinned buffers, and the copies between it and devices.
+
+NOTE [Rooms]
+Everything that reads or writes a buffer, or a place in the file, refers to it: the record of a saved tensor, and each
+copy or call that waits or runs. It is free when no reference is left. So wherever Ctrl-C or an error interrupts the
+code, what may still be written is in use, and nothing is lost.
 
 NOTE [Streams]
 Each device has one copy stream, so its copies run in order. A copy waits for the event after which its source is
 complete and its destination free; the current stream waits for a loaded tensor before it uses it. :class:`CPUMemory`
-keeps both ends of a copy until its event has passed, so neither is reused before, and torch's allocator need not know
-of the second stream: with ``record_stream`` freed memory would count until the device has caught up with the host. Only
-a loaded tensor that is used on another stream than the one for which it was allocated is recorded. A tensor is stored
-on the stream on which it was saved. Threads that write to disk wait for the copy's event, never use the
-current stream, and set the current device: on any other they would create a context.
+keeps both ends of a copy until its event has passed, so neither is reused before. With ``record_stream`` freed memory
+would count until the device has caught up with the host: only a loaded tensor that another stream uses is recorded.
 """
 
 from __future__ import annotations
 
 import mmap
 import weakref
-from collections import deque
-from contextlib import suppress
+from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lt_tiled._log import warn
-from lt_tiled.memory import gib
-from lt_tiled.offload.extents import Extent, Extents, aligned
 
-SLAB = 256 * 2**20
-"""The bytes of a slab, unless the budget leaves less."""
-PIECE = 2**20
-"""The fewest bytes of a part of a tensor that is split between slabs."""
+ALIGNMENT = mmap.PAGESIZE  # buffers and places begin and end at multiples of this, as O_DIRECT requires
+PIECE = 64 * 2**20  # the most bytes of one allocation; all are powers of two, as torch rounds pinned memory up to one
 
 
-@dataclass(eq=False)
-class Slot:
-    """Ranges of slabs and their memory, which are in use until the slot is dropped."""
+def aligned(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to the alignment."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
-    ranges: list[Extent]
-    memory: list[Tensor]
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """CPU memory for one tensor, in use while this object is alive. See NOTE [Rooms]."""
+
+    nbytes: int
+    pieces: list[Tensor]
+
+
+# A buffer or a place, whether the bytes are stored there, and what waits until they are.
+Stored: TypeAlias = tuple[Any, Callable[[], bool], Callable[[], None]]
 
 
 class Copy:
-    """A copy between a tensor and a slot. A GPU runs it until its ``end`` has passed; other copies have ended."""
+    """A copy between a tensor and a buffer. A GPU runs it until its ``end`` has passed; other copies have ended."""
 
-    def __init__(self, tensor: Tensor, slot: Slot, end: torch.cuda.Event | None = None) -> None:
-        self.slot, self.end, self.device = slot, end, tensor.device
-        self.tensor: Tensor | None = tensor
-        """The tensor, which is dropped when the host or a stream has waited for the copy."""
+    def __init__(self, tensor: Tensor, room: Buffer, end: torch.cuda.Event | None) -> None:
+        self.room, self.end, self.device = room, end, tensor.device
+        self.tensor: Tensor | None = tensor  # dropped when the host or a stream has waited for the copy
 
     def done(self) -> bool:
         return self.end is None or self.end.query()
@@ -54,114 +60,95 @@ class Copy:
     def wait(self) -> None:
         """Let the host wait until it has ended."""
         if self.end is not None:
-            with torch.cuda.device(self.device):
+            with torch.cuda.device(self.device):  # on a thread another one is current, which would get a context
                 self.end.synchronize()
         self.tensor = None
 
-    def wait_on_stream(self) -> None:
-        """Let the current stream wait until it has ended, so that the tensor may be used, and freed, on it."""
+    def loaded(self) -> Tensor:
+        """Return the tensor, which the current stream may use."""
+        tensor = self.tensor
+        assert tensor is not None
         if self.end is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.end)
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(self.end)
+            tensor.record_stream(stream)  # it may be another than that for which the tensor was allocated
         self.tensor = None
+        return tensor
 
 
 class CPUMemory:
-    """CPU memory up to a budget in bytes, and copies between it and devices.
-
-    It grows by slabs. torch's pinned allocator rounds each allocation up to a power of two; a slab has exactly the size
-    requested and is pinned as a whole. If the system refuses to pin it, it is used unpinned, with one warning. Tensors
-    may be split between slabs, so tensors of any size, and of other sizes than before, can use the whole budget. The
-    offloader's lock protects it; only :meth:`copy` may be called on other threads.
-    """
+    """The tier in CPU memory, up to a budget in bytes. What is free is kept for the next step."""
 
     def __init__(self, budget: int) -> None:
-        self.budget, self._pin = budget, True
-        self._slabs: list[tuple[Tensor, Extents]] = []
-        self._unpin: list[weakref.finalize[[int], CPUMemory]] = []
+        self.budget = budget
+        self._pin = True
+        self._buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._running: deque[Copy] = deque()  # other threads append
+        self._running: deque[Copy] = deque()
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)  # pieces by size
 
-    @property
-    def size(self) -> int:
-        return sum(memory.nbytes for memory, _ in self._slabs)
-
-    def take(self, nbytes: int, device: torch.device) -> Slot | None:
-        """Return room for ``nbytes``, pinned if the device is a GPU, or ``None`` if the budget has none."""
-        if nbytes > self.budget:
+    def store(self, raw: Tensor, after: torch.cuda.Event | None) -> Stored | None:
+        """Begin to copy bytes to a buffer once an event has passed; return ``None`` if the budget has no room."""
+        buffer = self.take(raw.nbytes, raw.device)
+        if buffer is None:
             return None
+        copy = self._copy("store", raw, buffer, after)
+        return buffer, copy.done, copy.wait
+
+    def load(self, room: Buffer, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
+        """Begin to copy bytes from a buffer. Return a function that waits for them."""
+        into = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._copy("load", into, room, event_now(into)).loaded
+
+    def take(self, nbytes: int, device: torch.device) -> Buffer | None:
+        """Return a buffer, pinned if the device is a GPU, or ``None`` if the budget has no room."""
         while self._running and self._running[0].done():
             self._running.popleft()
-        while (slot := self._take(nbytes)) is None:
-            if not self._grow(device) and not self._wait_for_a_copy():
-                return None
-        return slot
+        size = aligned(nbytes)
+        if self._room() < size:
+            self._wait_for_copies()  # whose buffers may be free after them
+        if self._room() < size:
+            return None
+        buffer = Buffer(size, [])
+        while size:
+            piece = self._take_piece(min(PIECE, 1 << size.bit_length() - 1), device)
+            buffer.pieces.append(piece)
+            weakref.finalize(buffer, self._free[piece.nbytes].append, piece)
+            size -= piece.nbytes
+        self._buffers.add(buffer)
+        return buffer
 
-    def _take(self, nbytes: int) -> Slot | None:
-        slot = Slot([], [])
-        for slab, extents in self._slabs:
-            while nbytes > 0 and (extent := extents.take(aligned(nbytes), PIECE)) is not None:
-                slot.ranges.append(extent)
-                slot.memory.append(slab[extent.offset : extent.offset + min(nbytes, extent.length)])
-                nbytes -= extent.length
-        return None if nbytes > 0 else slot
+    def _room(self) -> int:
+        return self.budget - sum(buffer.nbytes for buffer in self._buffers)
 
-    def _wait_for_a_copy(self) -> bool:
-        """Wait for a running copy, after which its slot may be free; return whether there was one."""
-        if not self._running:
-            return False
-        self._running[0].wait()
-        self._running.popleft()
-        return True
-
-    def _grow(self, device: torch.device) -> bool:
-        """Allocate one more slab; return whether the budget and the system have room for it."""
-        size = min(SLAB, (self.budget - self.size) // mmap.PAGESIZE * mmap.PAGESIZE)
-        if not size:
-            return False
-        try:
-            pages = mmap.mmap(-1, size)
-        except OSError:
-            budget = gib(self.budget)
-            warn(f"Cannot allocate {gib(size)} of CPU memory for offloading (budget {budget}): lower cpu_budget.")
-            self.budget = self.size
-            return False
-        memory = torch.frombuffer(pages, dtype=torch.uint8)
+    def _take_piece(self, size: int, device: torch.device) -> Tensor:
+        if self._free[size]:
+            return self._free[size].pop()
+        if self._room() < size + sum(free * len(pieces) for free, pieces in self._free.items()):
+            self._free.clear()  # lengths have changed: what is free has other sizes
         if device.type == "cuda" and self._pin:
-            self._pin = _pin_pages(memory, device)
-            if self._pin:
-                unpin = torch.cuda.cudart().cudaHostUnregister
-                self._unpin.append(weakref.finalize(self, unpin, memory.data_ptr()))
-            else:
+            try:
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError:
+                self._pin = False
                 warn("The system refuses to pin CPU memory (see ulimit -l): copies to it are slower and block.")
-        self._slabs.append((memory, Extents(size)))
-        return True
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
-    def copy(
-        self, verb: Literal["store", "load"], tensor: Tensor, slot: Slot, after: torch.cuda.Event | None = None
-    ) -> Copy:
-        """Begin to copy the bytes of a tensor to a slot, or back.
-
-        On a GPU it begins after an event, by default after the current stream's work so far. Copies of other devices
-        have ended when this returns.
-        """
+    def _copy(self, verb: str, tensor: Tensor, buffer: Buffer, after: torch.cuda.Event | None) -> Copy:
+        """Begin to copy a tensor to a buffer, or back. Only a GPU copies in the background."""
         device = tensor.device
-        parts = zip(tensor.split([memory.nbytes for memory in slot.memory]), slot.memory, strict=True)
-        pairs = [(memory, part) if verb == "store" else (part, memory) for part, memory in parts]
-        if device.type != "cuda":
-            for into, source in pairs:
-                into.copy_(source)
-            return Copy(tensor, slot)
+        if after is None:
+            _copy_pieces(verb, tensor, buffer)
+            return Copy(tensor, buffer, None)
         with torch.cuda.device(device):
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
             stream = self._streams[device]
-            # The current stream may be another one at each call.
-            stream.wait_event(after or torch.cuda.current_stream(device).record_event())
-            copy = Copy(tensor, slot, torch.cuda.Event(blocking=True))
+            stream.wait_event(after)
+            copy = Copy(tensor, buffer, torch.cuda.Event(blocking=True))
             try:
                 with torch.cuda.stream(stream):
-                    for into, source in pairs:
-                        into.copy_(source, non_blocking=True)
+                    _copy_pieces(verb, tensor, buffer)
                 stream.record_event(copy.end)
                 self._running.append(copy)
             except BaseException:  # after Ctrl-C, nothing else knows of a copy that has begun
@@ -169,32 +156,32 @@ class CPUMemory:
                 raise
         return copy
 
+    def _wait_for_copies(self) -> None:
+        while self._running:
+            self._running[0].wait()
+            self._running.popleft()
+
     def free_buffers(self) -> None:
-        """Return all slabs to the system if none is in use. The next tensor allocates new ones."""
-        while self._wait_for_a_copy():
-            pass
-        if not any(extents.used for _, extents in self._slabs):
-            self._release()
+        """Return memory that is not in use to the system. The next tensors allocate it anew."""
+        self._wait_for_copies()
+        self._free.clear()
+        if torch.cuda.is_initialized() and hasattr(torch.accelerator, "empty_host_cache"):  # since torch 2.12
+            torch.accelerator.empty_host_cache()
 
-    def close(self) -> None:
-        """Wait for all copies, and unpin the slabs; the last tensor on each one frees it."""
-        for stream in self._streams.values():
-            stream.synchronize()
-        self._running.clear()
-        self._release()
-        self.budget = 0
-
-    def _release(self) -> None:
-        while self._unpin:
-            self._unpin.pop()()
-        self._slabs.clear()
+    close = free_buffers
 
 
-def _pin_pages(memory: Tensor, device: torch.device) -> bool:
-    portable = 1  # for all GPUs of the process
-    with torch.cuda.device(device):
-        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable)) == 0:
-            return True
-        with suppress(RuntimeError):  # CUDA reports the error to the next call, so make one
-            torch.zeros(1, device=device)
-    return False
+def _copy_pieces(verb: str, tensor: Tensor, buffer: Buffer) -> None:
+    start = 0
+    for piece in buffer.pieces:
+        part = tensor[start : start + piece.nbytes]
+        start += piece.nbytes
+        if verb == "store":
+            piece[: part.nbytes].copy_(part, non_blocking=tensor.is_cuda)
+        else:
+            part.copy_(piece[: part.nbytes], non_blocking=tensor.is_cuda)
+
+
+def event_now(tensor: Tensor) -> torch.cuda.Event | None:
+    """Return an event after the current stream's work so far, if the tensor is on a GPU."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lt_tiled.offload.offloader import Offloader
-from lt_tiled.offload.tiers import Loading, Stored
 from lt_tiled.planner.where import FakeLedger
 from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 from lt_tiled.training_step.step import nothing, swapped
@@ -67,21 +66,28 @@ def fake_group(ranks: int) -> Any:
 
 @dataclass
 class _FakeTier:
-    """A tier from which bytes come back as new ones."""
+    """A tier from which bytes come back as new ones: at once, or when they are needed."""
 
     left: float
     name: Callable[[Tensor], None]
+    at_once: bool
 
-    def store(self, raw: Tensor) -> Stored | None:
+    def store(self, raw: Tensor, after: None) -> Any:
         if raw.nbytes > self.left:
             return None
         self.left -= raw.nbytes
-        return Stored(cast(Any, self), None, lambda: False, nothing)  # it leaves when the offloader waits for it
+        return None, lambda: False, nothing  # it leaves when the offloader waits for it
 
-    def load(self, room: None, nbytes: int, device: torch.device) -> Loading:
-        loaded = torch.empty(nbytes, dtype=torch.uint8)
-        self.name(loaded)
-        return Loading(loaded, nothing)
+    def load(self, room: None, nbytes: int, device: torch.device) -> Any:
+        def new() -> Tensor:
+            loaded = torch.empty(nbytes, dtype=torch.uint8)
+            self.name(loaded)
+            return loaded
+
+        if not self.at_once:
+            return new
+        loaded = new()
+        return lambda: loaded
 
     free_buffers = close = nothing
 
@@ -93,6 +99,6 @@ def fake_offloader(
 
     def tier(tier_name: str, budget: int | str | None) -> Any:
         left = math.inf if budget is None else parse_bytes(budget, f"{tier_name}_budget") // (ranks_per_node or 1)
-        return _FakeTier(left, name) if tier_name in (policy.offload or "") else None
+        return _FakeTier(left, name, tier_name == "cpu") if tier_name in (policy.offload or "") else None
 
     return Offloader(policy, tier("cpu", policy.cpu_budget), tier("disk", policy.disk_budget))

@@ -15,7 +15,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
-from lt_tiled.offload.geometry import storage_key
+from lt_tiled.offload.tensors import storage_key
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default

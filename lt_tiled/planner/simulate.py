@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lt_tiled._log import quiet
 from lt_tiled._prepare import Prepared
-from lt_tiled.offload.stats import OffloadStats
+from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.planner.engines import MEMORY, Engine
 from lt_tiled.planner.fake import fake_group, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
@@ -163,7 +163,7 @@ def simulate(
         if on_device:
             optimizer.step()
         memory.stepped()
-        offloaded = None if prepared.offloader is None else prepared.offloader.so_far()
+        offloaded = None if prepared.offloader is None else prepared.offloader.stats
         alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
         weights = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies, PreparedModels
+from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import Groups
 
@@ -203,7 +204,9 @@ def restored_on_error(prepared: PreparedModels) -> Iterator[None]:
 class OffloadLog:
     """Logs offload metrics once per optimizer step, summed over its micro-batches, when Lightning logs the step."""
 
-    _steps = 0
+    def __init__(self) -> None:
+        self._steps = 0
+        self._moved = OffloadStats().metrics()
 
     def end_step(self, trainer: pl.Trainer, prepared: PreparedModels) -> None:
         """Log a step if the optimizer has stepped since the last call; call this between batches."""
@@ -211,7 +214,9 @@ class OffloadLog:
         if offloader is None or not offloader.step or trainer.global_step == self._steps:
             return
         self._steps = trainer.global_step
-        metrics = offloader.end_step().metrics()
+        before = self._moved
+        self._moved = offloader.stats.metrics()
+        metrics = {name: value - before[name] for name, value in self._moved.items()}
         log_step(trainer, self._steps, metrics, self._steps - 1)  # Lightning counts from zero
 
 

@@ -91,8 +91,8 @@ class Keep(pl.Callback):
     def on_train_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
         (prepared,) = run.strategy.prepared
         assert all(row.tiles == 4 for row in prepared.report().tiled)
-        assert prepared.offloader.so_far().disk_bytes > 0
-        assert prepared.offloader.disk.spill.budget == DISK * run.num_nodes // run.world_size
+        assert prepared.offloader.stats.disk_bytes > 0
+        assert prepared.offloader.disk.limit == DISK * run.num_nodes // run.world_size
         self.found = engine_of(run.strategy.model), whole_weights(run.strategy.model, module.model)
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from lt_tiled import ActivationCheckpointing, OffloadError
-from lt_tiled.offload.offloader import Offloader, build_offloader
-from lt_tiled.offload.prefetch import OffloadedTensor
+from lt_tiled.offload.offloader import OffloadedTensor, Offloader, build_offloader
 from tests.processes import LIMIT
 
 
@@ -27,7 +24,7 @@ def disk(tmp_path: Path, **fields: Any) -> Offloader:
 
 
 def within_limit(condition: Callable[[], bool]) -> bool:
-    """Return whether a condition comes true: a thread drops what it has written just after its future is done."""
+    """Return whether a condition comes true while threads work."""
     end = time.monotonic() + LIMIT
     while not condition() and time.monotonic() < end:
         time.sleep(0.001)
@@ -35,14 +32,14 @@ def within_limit(condition: Callable[[], bool]) -> bool:
 
 
 def settle(offloader: Offloader) -> None:
-    """Wait until every tensor is stored."""
+    """Wait until every tensor that is being stored is away."""
 
-    def stored() -> bool:
+    def away() -> bool:
         with offloader._lock, suppress(OffloadError):
-            offloader._reap()
-        return not offloader._storing
+            offloader._settle(offloader.waiting(), 0)
+        return all(record.tier is None or record.tensor is None for record in offloader.waiting())
 
-    assert within_limit(stored)
+    assert within_limit(away)
 
 
 def away(offloader: Offloader, tensor: Tensor, block: str = "block") -> OffloadedTensor:
@@ -53,18 +50,19 @@ def away(offloader: Offloader, tensor: Tensor, block: str = "block") -> Offloade
     return packed
 
 
+def used(offloader: Offloader) -> int:
+    """Return the bytes of the file and of CPU memory that are in use."""
+    disk = 0 if offloader.disk is None else sum(place.nbytes for place in offloader.disk._places)
+    return disk + (0 if offloader.cpu is None else sum(buffer.nbytes for buffer in offloader.cpu._buffers))
+
+
 def unused(offloader: Offloader) -> bool:
-    """Return whether all space of the file is free: a call that runs frees its space when it ends."""
-    return within_limit(lambda: offloader.disk.spill.used == 0)
-
-
-def freed(storage: weakref.ref[torch.UntypedStorage]) -> bool:
-    """Return whether a storage is freed."""
-    return within_limit(lambda: storage() is None)
+    """Return whether nothing is in use: a call that runs frees its space when it ends."""
+    return within_limit(lambda: used(offloader) == 0)
 
 
 def hold_writes(offloader: Offloader, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Return an event that says that a write runs, and one that lets it and those after it go on."""
-    running, gate, write = threading.Event(), threading.Event(), offloader.disk.spill._write
-    monkeypatch.setattr(offloader.disk.spill, "_write", lambda *a: (running.set(), gate.wait(LIMIT), write(*a)))
+    running, gate, write = threading.Event(), threading.Event(), offloader.disk._write
+    monkeypatch.setattr(offloader.disk, "_write", lambda *a: (running.set(), gate.wait(LIMIT), write(*a)))
     return running, gate

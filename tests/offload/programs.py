@@ -28,8 +28,8 @@ def write_for_ever(directory: str) -> None:
 def exit_in_flight(directory: str) -> None:
     """Leave the interpreter while writes run."""
     o = offloader(directory)
-    real = o.disk.spill._write
-    o.disk.spill._write = lambda *a: (time.sleep(0.5), real(*a))
+    real = o.disk._write
+    o.disk._write = lambda *a: (time.sleep(0.5), real(*a))
     packed = [o.pack(torch.randn(2**20), "block") for _ in range(2)]
     print(len(packed), "in flight", flush=True)
 

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import RLock, get_ident, local
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,8 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lt_tiled.offload import pinned, spill
-from lt_tiled.offload.geometry import Geometry, storage_key
+from lt_tiled.offload import disk, pinned
+from lt_tiled.offload.tensors import raw_bytes, storage_key
 
 Clock = dict[str, int]
 """How many operations of each stream and thread came before."""
@@ -104,7 +103,7 @@ class TrackedThreads(ThreadPoolExecutor):
                 with _Operations(self.check):
                     call()
             finally:
-                self.check.slots_dropped()
+                self.check.buffers_dropped()
                 end.update(self.check.host)
 
         future = super().submit(run)
@@ -132,8 +131,6 @@ class StreamCheck:
         self.races: list[str] = []
         self.records = 0
         """How often ``record_stream`` named another stream than the one for which a tensor was allocated."""
-        self.capturing = False
-        """Whether a CUDA graph is being captured."""
         self.streams: list[Stream] = []
         self._lock, self._local, self._stack = RLock(), local(), ExitStack()
         self._hosts: defaultdict[int, Clock] = defaultdict(dict)
@@ -150,7 +147,7 @@ class StreamCheck:
     def host_knows(self, clock: Clock) -> None:
         self._hosts[get_ident()] = joined(self.host, clock)
 
-    def slots_dropped(self) -> None:
+    def buffers_dropped(self) -> None:
         self._given = joined(self._given, self.host)
 
     def current_stream(self, device: torch.device) -> Stream:
@@ -250,24 +247,24 @@ class StreamCheck:
             what = func._schema.name.split("::")[-1]
             for tensor, writes in touched:
                 low = tensor.data_ptr()
-                self._book(stream, self._of(tensor), low, low + Geometry.of(tensor).nbytes, writes, what)
+                self._book(stream, self._of(tensor), low, low + raw_bytes(tensor).nbytes, writes, what)
             if stream is not None and what == "copy_" and not any(args[2:]) and len(devices) == 1:
                 self.host_knows(stream.clock)  # it blocks between a device and the CPU
         return result
 
-    def transfer(self, data: Any, write: bool) -> None:
-        """Note that this thread reads or writes the bytes of views of CPU memory."""
-        for piece in data:
-            low = torch.frombuffer(piece, dtype=torch.uint8).data_ptr()
+    def transfer(self, pieces: list[Tensor], write: bool) -> None:
+        """Note that this thread reads or writes the bytes of CPU memory."""
+        for piece in pieces:
+            low = piece.data_ptr()
             with self._lock:
                 for memory in [m for m in self._memory.values() if m.low <= low < m.high]:
-                    self._book(None, memory, low, low + len(piece), write, "input or output of the file")
+                    self._book(None, memory, low, low + piece.nbytes, write, "input or output of the file")
 
     # In the place of torch.cuda
 
     def __enter__(self) -> StreamCheck:
         base, empty, numpy = torch._C.TensorBase, torch.empty, Tensor.numpy
-        take, transfer = pinned.CPUMemory.take, spill.SpillFile._transfer
+        take, move = pinned.CPUMemory.take, disk.Disk._move
 
         def seen(real: Any, instead: Any) -> property:
             """Return a property with another value for the package, of what is on a device."""
@@ -279,7 +276,7 @@ class StreamCheck:
 
             return property(get)
 
-        def new(*size: int, device: Any = None, **kwargs: Any) -> Tensor:
+        def new(*size: int, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
             if device is None or torch.device(device).type != self.kind:
                 return empty(*size, device=device, **kwargs)
             return self.adopt(empty(*size, **kwargs), index=device.index)
@@ -289,26 +286,24 @@ class StreamCheck:
             return numpy(tensor)
 
         def taken(*args: Any) -> Any:
-            self.host_knows(self._given)  # what a thread did before its call dropped a slot came before
+            self.host_knows(self._given)  # what a thread did before its call dropped a buffer came before
             return take(*args)
 
-        def moved(file: Any, verb: str, offset: int, data: Any) -> None:
-            self.transfer(data, verb == "read")
-            transfer(file, verb, offset, data)
+        def moved(file: Any, verb: str, place: Any, buffer: Any) -> None:
+            self.transfer(buffer.pieces, verb == "read")
+            move(file, verb, place, buffer)
 
-        cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda address: None)
-        cuda = {"Stream": partial(Stream, self), "Event": partial(Event, self), "cudart": lambda: cudart}
+        cuda = {"Stream": partial(Stream, self), "Event": partial(Event, self)}
         cuda |= {"current_stream": self.current_stream, "stream": self.stream, "device": self.device}
-        cuda |= {"is_current_stream_capturing": lambda: self.capturing}
         tensor = {"is_cuda": seen(base.is_cuda, lambda d: d.type == "cuda"), "device": seen(base.device, lambda d: d)}
         tensor |= {"numpy": to_numpy, "record_stream": lambda tensor, stream: self.record(tensor, stream)}
         for where, names in (
             (torch.cuda, cuda),
             (Tensor, tensor),
             (torch, {"empty": new}),
+            (disk, {"ThreadPoolExecutor": type("Threads", (TrackedThreads,), {"check": self})}),
+            (disk.Disk, {"_move": moved}),
             (pinned.CPUMemory, {"take": taken}),
-            (spill, {"ThreadPoolExecutor": type("Threads", (TrackedThreads,), {"check": self})}),
-            (spill.SpillFile, {"_transfer": moved}),
         ):
             self._stack.enter_context(mock.patch.multiple(where, **names))
         self._stack.enter_context(_Operations(self))

@@ -1,10 +1,12 @@
-"""Faults of the disk and interrupts: each ends the step it belongs to and no other, and nothing is lost or left."""
+"""The fault table: each fault ends the step it belongs to and no other, and nothing is lost or left."""
 
 from __future__ import annotations
 
 import errno
 import gc
 import os
+import pickle
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +18,11 @@ import torch
 from torch import Tensor
 
 from lt_tiled import OffloadDiskFullError, OffloadError
-from lt_tiled.offload.offloader import Offloader
-from lt_tiled.offload.prefetch import OffloadedTensor
+from lt_tiled.errors import Origin
+from lt_tiled.offload.offloader import OffloadedTensor, Offloader
 from tests.interrupts import interrupted_at
-from tests.offload.faults import Fault, fail, nothing, nth_call
-from tests.offload.offloaders import disk, settle, unused, within_limit
+from tests.offload.faults import Fault, each_call, fail, nothing, nth_call
+from tests.offload.offloaders import disk, settle, unused, used, within_limit
 from tests.processes import LIMIT
 
 
@@ -28,9 +30,124 @@ def right(offloader: Offloader, then: Callable[[], object] = lambda: None) -> bo
     """Run a step, all of whose tensors leave, and return whether they come back bit for bit."""
     tensors = [torch.randn(2000) for _ in range(4)]
     packed = [offloader.pack(tensor.clone(), f"layers.{i}") for i, tensor in enumerate(tensors)]
-    assert all(within_limit(record.stored.done) for record in packed)
+    assert all(within_limit(record.is_stored) for record in packed)
     then()
     return all(torch.equal(offloader.unpack(p), t) for p, t in reversed(list(zip(packed, tensors, strict=True))))
+
+
+NO_SPACE = "No space left on device: set another directory, lower disk_budget, or delete files there"
+
+
+@pytest.mark.parametrize(
+    ("function", "fault", "kind", "message"),
+    [
+        ("pwritev", fail(errno.ENOSPC), OffloadDiskFullError, f"cannot write .*: {NO_SPACE}"),
+        (
+            "pwritev",
+            fail(errno.EDQUOT),
+            OffloadDiskFullError,
+            "cannot write .*: Disk quota exceeded: set another",
+        ),
+        ("pwritev", fail(errno.EFBIG), OffloadDiskFullError, "cannot write .*: File too large: .*ulimit -f"),
+        ("pwritev", fail(errno.EIO), OffloadError, "cannot write .*: Input/output error: look for errors of the disk"),
+        ("pwritev", nothing, OffloadError, "cannot write .*: a short write, 4096 bytes are left"),
+        ("preadv", fail(errno.EIO), OffloadError, "cannot read .*: Input/output error"),
+        ("preadv", nothing, OffloadError, "cannot read .*: a short read, 4096 bytes are left"),
+    ],
+)
+def test_each_failing_call(
+    function: str, fault: object, kind: type[OffloadError], message: str, tmp_path: Path
+) -> None:
+    """Whichever call fails, the error names the remedy, step, block, shape and place, and nothing leaks."""
+    errors: list[OffloadError] = []
+    for _ in each_call(function, fault):
+        offloader = disk(tmp_path)
+        try:
+            packed = [offloader.pack(torch.randn(500), f"layers.{i}") for i in range(4)]
+            offloader._settle(offloader.waiting(), 0)
+            for p in reversed(packed):
+                offloader.unpack(p)
+        except OffloadError as error:
+            errors.append(error)
+        offloader.close()  # the calls that still run must not count as those of the next offloader
+    assert [type(error) for error in errors] == [kind] * 4
+    for error in errors:
+        assert re.search(message, str(error))
+        assert error.origin is not None
+        assert (error.origin.step, error.origin.shape) == (1, torch.Size([500]))
+        assert error.origin.block.startswith("layers.")
+        assert error.directory == str(tmp_path)
+        assert error.offset is not None
+
+
+BREAKDOWNS = [("pwritev", fail(errno.EIO)), ("pwritev", nothing), ("preadv", fail(errno.EIO)), ("preadv", nothing)]
+
+
+@contextmanager
+def broken(function: str, n: int, fault: Fault) -> Iterator[None]:
+    """Let two calls fail from the n-th on: those in flight at the same time."""
+    with nth_call(function, n, fault), nth_call(function, n, fault):
+        yield
+
+
+@pytest.mark.parametrize("fields", [{}, {"disk_budget": 4 * 8192}], ids=["grows", "budget"])
+@pytest.mark.parametrize(("function", "fault"), BREAKDOWNS)
+def test_an_error_ends_its_own_step_alone(tmp_path: Path, function: str, fault: Fault, fields: dict[str, Any]) -> None:
+    """Whichever two calls of a step fail, the error is raised in that step. The next step is right at once, while the
+    error is still there, and in a budget of a single step.
+    """
+    offloader, kept = disk(tmp_path, **fields), []
+
+    def failing() -> bool:
+        try:
+            return right(offloader)
+        except OffloadError as error:
+            kept.append(error if not fields else str(error))  # an error refers to its step, whose space it so keeps
+            failed = error  # a reference cycle: this frame refers to the error, and the error to it
+            return failed is None
+
+    for n in range(1, 6):
+        with broken(function, n, fault):
+            failing()
+        assert right(offloader), n
+    assert len(kept) == 4
+    kept.clear()
+    gc.collect()
+    assert unused(offloader)
+    offloader.close()
+
+
+@pytest.mark.parametrize("function", ["pwritev", "preadv"])
+def test_an_error_keeps_no_graph(tmp_path: Path, function: str) -> None:
+    """When an error was handled, its step is free at once, without a collection of reference cycles."""
+    offloader = disk(tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        with nth_call(function, 3, fail(errno.EIO)):
+            try:
+                right(offloader)
+            except OffloadError:
+                failed = True
+        assert failed
+        assert unused(offloader)
+    finally:
+        gc.enable()
+    offloader.close()
+
+
+def test_the_budget_is_released_on_the_error_path(tmp_path: Path) -> None:
+    """DataFusion #24230: after a step that fails with a full disk, the next step has the full budget."""
+    offloader = disk(tmp_path, disk_budget=4 * 4096)
+    for _ in range(5):
+        packed: list[Tensor | OffloadedTensor] = [offloader.pack(torch.randn(1000), "block") for _ in range(4)]
+        with pytest.raises(OffloadDiskFullError, match=r"16384 bytes, has no room for 4096 bytes more: raise disk_"):
+            offloader.pack(torch.randn(1000), "block")
+        packed.clear()
+        gc.collect()
+        settle(offloader)
+        assert unused(offloader)
+    offloader.close()
 
 
 class SlowWrites:
@@ -72,74 +189,40 @@ def test_interrupted_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     offloader.close()
 
 
-BREAKDOWNS = [("pwritev", fail(errno.EIO)), ("pwritev", nothing), ("preadv", fail(errno.EIO)), ("preadv", nothing)]
-
-
-@contextmanager
-def broken(function: str, n: int, fault: Fault) -> Iterator[None]:
-    """Let two calls fail from the n-th on: those in flight at the same time."""
-    with nth_call(function, n, fault), nth_call(function, n, fault):
-        yield
-
-
-@pytest.mark.parametrize("fields", [{}, {"disk_budget": 4 * 8192}], ids=["grows", "budget"])
-@pytest.mark.parametrize(("function", "fault"), BREAKDOWNS)
-def test_an_error_ends_its_own_step_alone(tmp_path: Path, function: str, fault: Fault, fields: dict[str, Any]) -> None:
-    """Whichever two calls of a step fail, the error is raised in that step. The next step is right at once, while the
-    error is still there, and in a budget of a single step.
-    """
-    offloader, kept = disk(tmp_path, **fields), []
-
-    def failing() -> bool:
-        try:
-            return right(offloader)
-        except OffloadError as error:
-            kept.append(error if not fields else str(error))  # an error refers to its step, whose space it so keeps
-            failed = error  # a reference cycle: this frame refers to the error, and the error to it
-            return failed is None
-
-    for n in range(1, 6):
-        with broken(function, n, fault):
-            failing()
-        assert right(offloader), n
-    assert len(kept) == 4
-    kept.clear()
-    gc.collect()
-    assert unused(offloader)
+def test_a_directory_that_is_removed(tmp_path: Path) -> None:
+    """The file has no name, so that it needs its directory no more."""
+    (scratch := tmp_path / "scratch").mkdir()
+    offloader = disk(scratch)
+    scratch.rmdir()
+    assert right(offloader)
     offloader.close()
 
 
 def test_release_reports_and_does_not_raise(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the filesystem is gone or a GPU fails, the error of the run stays the one that is raised: the release writes
-    to the log.
-    """
-    offloader, real = disk(tmp_path), os.close
-
-    def close(file: int) -> None:
-        real(file)
-        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
-
-    def fail_on_gpu() -> None:
-        raise RuntimeError("CUDA error")
-
-    right(offloader)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "close", close)
-        patch.setattr(offloader.disk.memory, "close", fail_on_gpu)
+    """If the filesystem is gone or a GPU fails, the error of the run stays the one that is raised."""
+    offloader = disk(tmp_path)
+    assert right(offloader)
+    with nth_call("ftruncate", 1, fail(errno.ENOTCONN)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloader.disk._memory, "close", lambda: torch.ones(2) + torch.ones(3))
         offloader.close()
-    assert f"Closing the spill file in {tmp_path} failed: Transport endpoint is not connected" in caplog.text
-    assert "Releasing memory and disk space failed: CUDA error" in caplog.text
+    assert "Releasing memory and disk space failed: The size of tensor a (2)" in caplog.text
 
 
-def test_the_budget_is_released_on_the_error_path(tmp_path: Path) -> None:
-    """DataFusion #24230: after a step that fails with a full disk, the next step has the full budget."""
-    offloader = disk(tmp_path, disk_budget=4 * 4096)
-    for _ in range(5):
-        packed: list[Tensor | OffloadedTensor] = [offloader.pack(torch.randn(1000), "block") for _ in range(4)]
-        with pytest.raises(OffloadDiskFullError, match="raise disk_budget"):
-            offloader.pack(torch.randn(1000), "block")
-        packed.clear()
-        gc.collect()
+def test_lengths_that_vary(tmp_path: Path) -> None:
+    """Tensors of any lengths, one after the other, use the whole budget again."""
+    offloader = disk(tmp_path, disk_budget=64 * 4096)
+    for pages in (1, 3, 2, 16, 1, 32, 5):
+        packed = [offloader.pack(torch.randn(pages * 1024), "block") for _ in range(64 // pages)]
         settle(offloader)
-        assert unused(offloader)
+        assert used(offloader) == 64 // pages * pages * 4096
+        del packed
     offloader.close()
+
+
+def test_errors_can_be_pickled() -> None:
+    """An error that another process raised keeps its message and attributes."""
+    origin = Origin(1, "layers.0", torch.Size([2, 3]), torch.float32)
+    error = OffloadDiskFullError("no room", origin=origin, offset=4096, directory="/scratch")
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is OffloadDiskFullError
+    assert (str(back), vars(back)) == (str(error), vars(error))

@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lt_tiled import ActivationCheckpointing, OffloadError, prepare
+from lt_tiled import ActivationCheckpointing, prepare
 from lt_tiled.offload import pinned
 from lt_tiled.offload.offloader import build_offloader
-from lt_tiled.offload.prefetch import OffloadedTensor
 from tests.models import TinyLM, lm_loss
 from tests.offload.offloaders import settle
 from tests.offload.streams import Event, Stream, StreamCheck
@@ -65,7 +64,7 @@ def train(check: StreamCheck, fields: dict[str, Any]) -> None:
                 del loss, gradient
             check.default[0].wait_event(side.record_event())
             gc.collect()
-        stored = prepared.offloader.so_far()
+        stored = prepared.offloader.stats
         assert stored.cpu_bytes + stored.disk_bytes > 0
 
 
@@ -134,26 +133,16 @@ def skipped(kind: type, method: str, *callers: str) -> Iterator[None]:
         yield
 
 
-def on_any_stream() -> Any:
-    return mock.patch.object(OffloadedTensor, "_on_its_stream", return_value=nullcontext())
-
-
 def freed_at_once() -> Any:
     return mock.patch.multiple(pinned.Copy, done=lambda _: True, wait=lambda copied: setattr(copied, "tensor", None))
 
 
 MUTATIONS: dict[str, tuple[Callable[..., None], dict[str, Any], Callable[[], Any]]] = {
-    "store before computed": (train, CPU, lambda: skipped(Stream, "wait_event", "copy")),
-    "store before another stream computed": (
-        by_turns,
-        CPU,
-        lambda: mock.patch.object(OffloadedTensor, "_on_its_stream", return_value=nullcontext()),
-    ),
-    "use before loaded": (train, CPU, lambda: skipped(Stream, "wait_event", "wait_on_stream", "wait")),
+    "store before computed": (train, CPU, lambda: skipped(Stream, "wait_event", "_copy")),
+    "use before loaded": (train, CPU, lambda: skipped(Stream, "wait_event", "loaded")),
     "write before copied": (train, DISK, lambda: skipped(Event, "synchronize", "wait", "_write")),
-    "ready before copied": (train, DISK, lambda: skipped(Event, "synchronize", "wait", "copy_back")),
     "free before copied": (train, CPU, freed_at_once),
-    "drop in use": (by_hand, CPU, lambda: skipped(Tensor, "record_stream", "wait")),
+    "drop in use": (by_hand, CPU, lambda: skipped(Tensor, "record_stream", "loaded")),
     "another device": (by_hand, DISK, lambda: mock.patch.object(torch.cuda, "device", nullcontext)),
 }
 
@@ -183,27 +172,9 @@ def test_memory_is_free_when_its_copy_has_ended(fields: dict[str, Any]) -> None:
         offloader.close()
 
 
-def test_a_graph_that_is_captured_is_refused() -> None:
-    """Offloading while the user captures a CUDA graph raises, in the forward pass and in the backward pass: a replay
-    would not run the host's part of it.
-    """
-    with StreamCheck() as check:
-        offloader = build_offloader(ActivationCheckpointing(**CPU))
-        packed = offloader.pack(check.adopt(torch.ones(2000)), "block")
-        check.capturing = True
-        with pytest.raises(OffloadError, match="captured as a CUDA graph: set offload=None"):
-            offloader.pack(check.adopt(torch.ones(2000)), "block")
-        with pytest.raises(OffloadError, match="captured as a CUDA graph: set offload=None"):
-            offloader.unpack(packed)
-        check.capturing = False
-        offloader.close()
-
-
 @pytest.mark.parametrize("fields", [CPU, DISK, BOTH], ids=str)
-def test_other_devices(fields: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """Devices without the CUDA runtime (XPU, MPS, NPU) copy through memory that is not pinned, and say so once."""
-    with caplog.at_level("INFO", "lt_tiled"), StreamCheck("xpu") as check:
+def test_other_devices(fields: dict[str, Any]) -> None:
+    """Devices without the CUDA runtime (XPU, MPS, NPU) copy through memory that is not pinned."""
+    with StreamCheck("xpu") as check:
         by_hand(check, fields)
     assert check.races == []
-    assert caplog.text.count("Offloading from xpu goes through CPU memory that is not pinned, and copies block") == 1
-    assert "The model runs on the CPU" not in caplog.text

@@ -11,7 +11,7 @@ import torch
 from benchmarks.ladder import LLAMA_8B
 from lt_tiled import ActivationCheckpointing, SequenceParallel, TiledDeepSpeedStrategy, Tiling
 from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.offload.stats import OffloadStats
+from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.planner import search
 from lt_tiled.planner.engines import Engine
 from lt_tiled.planner.job import make_job

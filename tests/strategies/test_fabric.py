@@ -104,7 +104,7 @@ def test_offload(tmp_path: Path) -> None:
     callback = OffloadedCheckpointing(ActivationCheckpointing(**policy))
     by_callback, _, _ = train("auto", callbacks=[callback])
     assert by_strategy == by_callback == plain
-    found = [prepared[0].offloader.so_far() for prepared in (fabric.strategy.prepared, callback.prepared)]
+    found = [prepared[0].offloader.stats for prepared in (fabric.strategy.prepared, callback.prepared)]
     assert found[0].disk_bytes == found[1].disk_bytes > 0
     fabric.strategy.release()
     callback.release()

@@ -1,51 +1,29 @@
-"""Tensors as flat bytes, and back with their values, strides and overlaps."""
+"""Saved tensors as flat bytes: which tensors can be restored from them, and which are the same."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # the planner's tensors; torch names them in no public module
 
-MAX_WASTE = 4
-"""A view stays on the device if its span has more than this many times its own elements."""
+MAX_WASTE = 4  # a view stays on the device if its span has more than this many times its own elements
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """The metadata that turns bytes into a tensor again."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Geometry:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype)
-
-    @property
-    def span(self) -> int:
-        """The number of elements from the first to the last in memory, including those between that it skips."""
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
-
-    @property
-    def nbytes(self) -> int:
-        return self.span * self.dtype.itemsize
-
-    def rebuild(self, raw: Tensor) -> Tensor:
-        """Return the tensor whose span is in ``raw``. The two share memory."""
-        return raw.view(self.dtype).as_strided(self.size, self.stride)
+def span(tensor: Tensor) -> int:
+    """Return the number of elements from the first to the last in memory, including those that a view skips."""
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return last + 1
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
     """Return the tensor's span as a flat ``uint8`` tensor that shares its memory."""
-    span = Geometry.of(tensor).span
-    return tensor.detach().as_strided((span,), (1,), tensor.storage_offset()).view(torch.uint8)
+    return tensor.detach().as_strided((span(tensor),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
 def movable(tensor: Tensor) -> bool:
-    """Return whether the tensor can be restored from its bytes and its :class:`Geometry`.
+    """Return whether the tensor can be restored from its bytes, shape, strides and dtype.
 
     Subclasses, lazy conjugates, and sparse, nested, quantized and functorch tensors have more than those.
     """
@@ -53,7 +31,7 @@ def movable(tensor: Tensor) -> bool:
         return False
     if tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta":
         return False
-    return 0 < Geometry.of(tensor).span <= MAX_WASTE * tensor.numel()
+    return 0 < span(tensor) <= MAX_WASTE * tensor.numel()
 
 
 def storage_key(tensor: Tensor) -> int | None:
