@@ -19,14 +19,14 @@ from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.cut import Bounds, each_tile, tile_bounds
-from lt_tiled.tiling.recompute import (
+from lt_tiled.recompute.mode import (
     Precision,
     RandomState,
     hidden_from_checkpoints,
     is_transformed,
     random_state_kept,
 )
+from lt_tiled.tiling.cut import Bounds, each_tile, tile_bounds
 
 Reduction = Literal["mean", "sum", "none"]
 Count = Tensor | float | Literal["global"] | None

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import tile
-from lt_tiled.checkpointing import BlockPatch, patch_block
+from lt_tiled.recompute.blocks import BlockPatch, patch_block
 from tests.property.parts import MODULES, OTHER_MODULES, OTHERS, POSITION_WISE, H, build
 
 Values = dict[str, Any]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled import Tiling, tile, untile
-from lt_tiled.checkpointing import BlockPatch, patch_block
 from lt_tiled.modules.patch import get_patch, remove_patch
 from lt_tiled.modules.targets import find_tileable
+from lt_tiled.recompute.blocks import BlockPatch, patch_block
 from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, TinyLM, tiny_llama
