@@ -159,7 +159,7 @@ class BlockPatch(Patch):
         # 3. Inside the block torch's own hooks are on top of the offloader's, so these see the block's inputs alone.
         with nullcontext() if self.offload is None else self.offload.of_inputs(tensors):
             output = checkpoint(block, *tensors, use_reentrant=False, determinism_check=COMPARED)
-        if call.kept is not None and not call.kept.values and any(t.requires_grad for t in tensors):
+        if call.kept is not None and not call.kept.values:
             inform(f"{self.name}: nothing was kept, so all of it is recomputed", once=f"kept {type(module).__name__}")
         return output
 
