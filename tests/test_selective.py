@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
+from transformers import AttentionInterface
 
-from lt_tiled import ActivationCheckpointing, Tiling, prepare
+from lt_tiled import ActivationCheckpointing, Tiling, prepare, shared_attention
 from lt_tiled.planner.ledger import Ledger
+from lt_tiled.recompute.keep import Kept
 from tests.meters import LiveBytes
 from tests.models import GatedMLP, H, TinyLM, lm_loss, tiny_llama
 from tests.parity import gradients, randn, step_of
@@ -217,6 +221,95 @@ def test_compiled(what: str, policy: Any) -> None:
             work.append(flops(lambda: gradients(model, x, call=compiled)))  # noqa: B023
     assert work[0] == work[2] < work[1]
     assert all(torch.equal(found[2][name], found[0][name]) for name in found[0])
+
+
+# Attention
+
+
+class Attends(nn.Module):
+    """A block whose attention is a function of queries, keys and values ``[B, heads, S, D]``."""
+
+    def __init__(self, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.out, self.attention = nn.Linear(H, 3 * H), nn.Linear(H, H), attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, H // 2).permute(2, 0, 3, 1, 4)
+        return x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1) + F.scaled_dot_product_attention(v, q, k)
+
+
+def own_checkpoint(reentrant: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda q, k, v: checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=reentrant)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score - (i - j).abs())
+
+
+WRAPPED: Any = {"wrap_inductor_compiled_regions": True}
+KINDS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
+    "several": (twice, True),
+    "own checkpoint": (own_checkpoint(False), True),
+    "own reentrant checkpoint": (own_checkpoint(True), True),
+    "flex": (flex, True),
+    "compiled flex": (torch.compile(flex, backend="aot_eager"), True),
+    "compiled by inductor": (shared_attention(torch.compile(twice, options=WRAPPED)), True),
+    "softmax": (lambda q, k, v: (q @ k.mT).softmax(-1) @ v, False),
+}
+"""Attention functions, and whether there is an operator to keep."""
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full) if "inductor" in k else k for k in KINDS])
+def test_kinds_of_attention(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Attention in any form has the gradients of no recompute, and is kept if it is an operator."""
+    monkeypatch.setattr(sys.modules[flex_attention.__module__], "_validate_device", lambda *_: None)  # refuses CPUs
+    caplog.set_level("INFO")
+    torch._dynamo.reset()
+    kept: list[str] = []
+    returned = Kept._returned
+    monkeypatch.setattr(Kept, "_returned", lambda self, output: (kept.append("1"), returned(self, output))[1])
+    attention, is_operator = KINDS[kind]
+    model, x = nn.Sequential(Attends(attention), Attends(attention)), randn(2, 12, H)
+
+    def step(checkpointing: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        with prepare(model, activation_checkpointing=checkpointing):
+            return gradients(model, x)
+
+    true = step(None)
+    for _ in range(3):
+        found = step(ActivationCheckpointing("Attends", keep="attention"))
+        assert all(torch.equal(found[name], true[name]) for name in true)
+    assert bool(kept) == is_operator
+    assert ("nothing was kept" in caplog.text) != is_operator
+
+
+def test_weights_of_attention() -> None:
+    """A function of the user's that returns weights beside its output has them in the outputs and in the loss."""
+
+    def weighted(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        weights = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT).softmax(-1)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2), weights
+
+    AttentionInterface.register("weighted", weighted)
+    model = tiny_llama()
+    model.set_attn_implementation("weighted")
+
+    def step() -> dict[str, Tensor]:
+        output = model(input_ids=IDS, labels=IDS, output_attentions=True)
+        loss = output.loss + sum(weights.square().sum() for weights in output.attentions)
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        return {str(index): gradient for index, gradient in enumerate(found)}
+
+    true = step()
+    for keep in (None, "attention"):
+        with prepare(model, tiling=None, activation_checkpointing=ActivationCheckpointing(keep=keep)):
+            found = step()
+        assert all(torch.equal(found[name], true[name]) for name in true)
 
 
 def test_bad_policies() -> None:
