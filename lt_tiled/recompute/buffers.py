@@ -1,8 +1,9 @@
-"""Buffers as a forward pass found them."""
+"""Buffers as a forward pass found them, and attributes as a check or a step found them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -56,6 +57,21 @@ class Buffers:
             for buffer, copy in held.values():
                 if buffer is not None and copy is not None:
                     buffer.data.copy_(copy)
+
+
+class ModuleState:
+    """The buffers and attributes of modules, training modes among them, as they are now."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.buffers = Buffers(modules, math.inf)
+        self.attributes = [(module, dict(vars(module))) for module in modules]
+
+    def put_back(self) -> None:
+        """Let modules have these again. What containers in attributes hold stays."""
+        for module, attributes in self.attributes:
+            vars(module).clear()
+            vars(module).update(attributes)
+        self.buffers.put_back()
 
 
 def _set(module: nn.Module, values: dict[str, Tensor | None]) -> None:

@@ -7,7 +7,6 @@ which a model computes something else, as far as its configuration names them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lt_tiled.recompute.buffers import Buffers
+from lt_tiled.recompute.buffers import ModuleState
 from lt_tiled.recompute.mode import random_state_kept
 from lt_tiled.sequence_parallel.region import Region, entered
 
@@ -103,15 +102,11 @@ def _run_apart(module: nn.Module, device: torch.device, region: Region, run: Cal
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
     """Undo changes of buffers and attributes, training modes among them."""
-    parts = list(module.modules())
-    attributes = [dict(vars(part)) for part in parts]
-    with Buffers(parts, math.inf).in_place():
-        try:
-            yield
-        finally:
-            for part, before in zip(parts, attributes, strict=True):
-                vars(part).clear()
-                vars(part).update(before)
+    state = ModuleState(list(module.modules()))
+    try:
+        yield
+    finally:
+        state.put_back()
 
 
 def _computes_in(module: nn.Module, region: Region, output: Tensor) -> torch.dtype:

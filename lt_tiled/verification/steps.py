@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from lt_tiled.memory import PeakMemory
-from lt_tiled.modules.find import is_flat, plain_name, unwrapped
+from lt_tiled.modules.find import is_flat, plain_name, unwrapped, walk
 from lt_tiled.modules.patch import turned_off
 from lt_tiled.namespaces import is_a
-from lt_tiled.recompute.buffers import Buffers
+from lt_tiled.recompute.buffers import ModuleState
 from lt_tiled.recompute.mode import RandomState, random_state_kept
 from lt_tiled.strategies.deepspeed import full_gradients, gathered, keeps_gradients
 from lt_tiled.training_step.ranks import ranks_fail_together
@@ -89,7 +88,7 @@ class EngineSteps:
         self.strategy, self.optimizer = trainer.strategy, trainer.optimizers[0]
         self.device: torch.device = self.strategy.root_device
         self.engine_has_gradients = keeps_gradients(self.strategy)
-        self.state, self.buffers = copied(module), buffers_of(module)
+        self.state, self.buffers = state_of(module), buffers_of(module)
         self.draws = False
         """Whether a step so far drew random numbers."""
 
@@ -159,7 +158,7 @@ class EngineSteps:
         buffers = {name: buffer for name, buffer in buffers_of(module).items() if name in self.buffers}
         return {**gradients, **buffers, LOSS: self.strategy.reduce(loss.detach().clone()).cpu()}
 
-    def evaluate(self, run: Callable[..., Any], module: LightningModule, batch: Any, state: Buffers) -> Tensor:
+    def evaluate(self, run: Callable[..., Any], module: LightningModule, batch: Any, state: ModuleState) -> Tensor:
         """Return the loss in evaluation mode, averaged over the ranks: nan if the step fails there on all ranks."""
         state.put_back()
         try:
@@ -191,7 +190,7 @@ def reference_values(
         make_comparable(plain.to(steps.device, dtype))
         torch.set_default_dtype(dtype)
         with turned_off(plain):
-            state = copied(plain)
+            state = state_of(plain)
             loss = training_loss(plain.training_step, plain, copy.deepcopy(batch))
             plain.backward(loss)
             values = steps.values(plain, loss, {})
@@ -209,9 +208,10 @@ def reference_values(
     return values
 
 
-def copied(module: nn.Module) -> Buffers:
-    """Return the buffers of a module, with which each of its steps begins."""
-    return Buffers(unwrapped(module).modules(), math.inf)
+def state_of(module: nn.Module) -> ModuleState:
+    """Return what each step of a module begins with."""
+    parts = [part for _, part in walk(module)]  # engines' units have a state of their own
+    return ModuleState([unwrapped(module), *parts])
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:
