@@ -162,8 +162,13 @@ class _Recomputed:
         self.tensor = tensor
 
     def __ne__(self, saved: object) -> bool:
-        if not isinstance(saved, _Saved) or (self.tensor.shape, self.tensor.dtype) != saved[:2]:
+        if not isinstance(saved, _Saved):
             return True
+        if (self.tensor.shape, self.tensor.dtype) != saved[:2]:
+            raise RuntimeError(
+                f"The recompute of {saved.samples.name} computes other values than the forward pass ({self!r}, not"
+                f" {saved!r}): something that it reads changed. Make the change after the backward pass."
+            )
         saved.samples.compare(saved.place, self.tensor)
         return False
 

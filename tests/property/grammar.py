@@ -430,7 +430,7 @@ def _run(case: Case, tiled: bool) -> Values:
     if tiled:
         tile(module, num_shards=case.tiles)
         if case.checkpointed:
-            patch_block(module, BlockPatch())
+            patch_block(module, BlockPatch("block"))
     BEFORE[case.before](case)(module)
     call = AROUND[case.around](module)
     if isinstance(call, Composed):

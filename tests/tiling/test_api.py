@@ -215,7 +215,7 @@ def test_two_patches_are_removed_in_any_order() -> None:
         module = GatedMLP()
         before = dict(module.__dict__)
         tile(module, num_shards=4)
-        patch_block(module, BlockPatch())
+        patch_block(module, BlockPatch("block"))
         x = randn(1, 20, H)
         module(x).sum().backward()
         for undo in order:
