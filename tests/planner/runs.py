@@ -84,7 +84,11 @@ def measured(strategy: Any, module: type[CausalLM] = CausalLM, tokens: int = TOK
 
     A plan leaves out the fingerprints of tiles, of up to 8 KiB a call, which are much next to a model as small as this.
     """
-    with mock.patch("lt_tiled.tiling.run.ROWS", 1), Resizing() as ledger:
+    with (
+        mock.patch("lt_tiled.recompute.compare.ROWS", 1),
+        mock.patch("lt_tiled.recompute.saved.ROWS", 1),
+        Resizing() as ledger,
+    ):
         watch = Watch(ledger)
         run = trainer(
             strategy(),
