@@ -103,9 +103,42 @@ def wrong(engine: str, policy: str, path: str) -> list[str]:
     return found
 
 
+@pytest.mark.table("ddp-blocks|fsdp2-tiles|zero2-blocks")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_a_change(engine: str, policy: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     """Whatever a recompute reads, a step is right or refused, and the changes are those of one process."""
     for found in on_ranks(wrong, engine, policy, str(tmp_path / "number")):
         assert found == []
+
+
+def losses_around(engine: str, refused: bool) -> list[float]:
+    """The losses of two steps, with one between them that is refused, or not there."""
+    fabric = launch(engine, tiling=Tiling(4, targets=["Reads"]), activation_checkpointing=True)
+    net = Net(Reads).eval()
+    model, optimizer = set_up(fabric, net, engine, lambda weights: torch.optim.SGD(weights, 0.5))
+    mask, losses = torch.ones(2, 40, H), list[float]()
+    for step in range(3):
+        if step == 1 and not refused:
+            continue
+        x = torch.randn(2, 40, H, generator=torch.Generator().manual_seed(step))
+        loss = model(x, mask)
+        if step == 1:
+            CHANGES["global"](net.blocks[0], mask)
+            with pytest.raises(RuntimeError, match="computes other values"):
+                fabric.backward(loss)
+            as_before()
+        else:
+            fabric.backward(loss)
+            optimizer.step()
+            losses.append(float(loss))
+        optimizer.zero_grad()
+    losses.append(float(model(x, mask)))
+    fabric.strategy.release()
+    return losses
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "fsdp2"])
+def test_the_step_after(engine: str, on_ranks: OnRanks) -> None:
+    """The steps after one that was refused are right. DeepSpeed goes on after no exception in a backward pass."""
+    assert on_ranks(losses_around, engine, True) == on_ranks(losses_around, engine, False)
