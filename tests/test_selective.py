@@ -270,8 +270,8 @@ def test_kinds_of_attention(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: 
     caplog.set_level("INFO")
     torch._dynamo.reset()
     kept: list[str] = []
-    returned = Kept._returned
-    monkeypatch.setattr(Kept, "_returned", lambda self, output: (kept.append("1"), returned(self, output))[1])
+    returned = Kept._unpack
+    monkeypatch.setattr(Kept, "_unpack", lambda self, output: (kept.append("1"), returned(self, output))[1])
     attention, is_operator = KINDS[kind]
     model, x = nn.Sequential(Attends(attention), Attends(attention)), randn(2, 12, H)
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,16 +39,6 @@ from lt_tiled.recompute.mode import RandomState, version_of
 
 Chooses = Callable[..., Any]
 """A policy ``(ctx, operator, *args, **kwargs)``, which returns a ``CheckpointPolicy`` or whether to keep the output."""
-
-
-class Store(Protocol):
-    """Where kept tensors wait for the recompute."""
-
-    def pack(self, tensor: Tensor) -> Any:
-        """Store a tensor."""
-
-    def unpack(self, packed: Any) -> Tensor:
-        """Return it."""
 
 
 class KeptOutput(NamedTuple):
@@ -71,12 +61,12 @@ class Kept(TorchDispatchMode):
         chooses: The policy.
         finds_attention: Whether a mode has to find attention functions.
         device: Where the block runs.
-        store: Where tensors wait; ``None`` for the device.
+        store: Has ``pack`` and ``unpack`` of the tensors that wait; ``None`` keeps them on the device.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, chooses: Chooses, finds_attention: bool, device: torch.device, store: Store | None) -> None:
+    def __init__(self, chooses: Chooses, finds_attention: bool, device: torch.device, store: Any = None) -> None:
         super().__init__()
         self.chooses, self.finds_attention = chooses, finds_attention
         self.device, self.store = device, store
@@ -134,13 +124,13 @@ class Kept(TorchDispatchMode):
         self._calls[func] += 1
         if self._recorded:
             kept = self.values.get(place)
-            return func(*args, **kwargs) if kept is None else self._returned(kept)
+            return func(*args, **kwargs) if kept is None else self._unpack(kept)
         output = func(*args, **kwargs)
         context = SelectiveCheckpointContext(is_recompute=False)
         context.op_output = output  # torch 2.11 has no argument for it
         if _saves(self.chooses(context, func, *args, **kwargs), func):
             draws = schema is None or func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
-            self.values[place] = self._kept(output, draws)
+            self.values[place] = self._pack(output, draws)
             for tensor in _plain(output):
                 self._places[StorageWeakRef(tensor.untyped_storage())] = place
         return output
@@ -154,7 +144,7 @@ class Kept(TorchDispatchMode):
                     place = self._places.get(StorageWeakRef(tensor.untyped_storage()))
                     self.values.pop(place, None)
 
-    def _kept(self, output: Any, draws: bool) -> KeptOutput:
+    def _pack(self, output: Any, draws: bool) -> KeptOutput:
         leaves, form = tree_flatten(output)
         versions: list[int | None] = []
         for index, leaf in enumerate(leaves):
@@ -166,7 +156,7 @@ class Kept(TorchDispatchMode):
                 leaves[index] = detached if self.store is None else self.store.pack(detached)
         return KeptOutput(leaves, versions, form, RandomState.now(self.device) if draws else None)
 
-    def _returned(self, kept: KeptOutput) -> Any:
+    def _unpack(self, kept: KeptOutput) -> Any:
         if kept.random is not None:
             kept.random.set()
         leaves: list[Any] = []
