@@ -185,7 +185,6 @@ class Samples:
         """Compare them with those of the recompute, at the end of the backward pass."""
         for before, after in ((self.tiles, now.tiles), (self.weight, now.weight)):
             if before:
-                first, second = torch.cat(before), torch.full((), torch.nan).expand(sum(map(len, before)))
-                if len(before) == len(after):
-                    second = torch.cat(after)
+                first = torch.cat(before)
+                second = torch.cat(after) if len(before) == len(after) else torch.full_like(first, torch.nan)
                 VERDICT.add(Sample(self.name, "lt_tiled.untile() it", now.eps, first, second, self.raises))
