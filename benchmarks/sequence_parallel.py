@@ -263,7 +263,7 @@ class Way:
 
     system: str = "lt_tiled"
     activation_checkpointing: bool = False
-    keep: Literal["exchange", "attention"] | None = None
+    keep: Literal["attention"] | None = None
 
 
 WAYS = {
@@ -271,7 +271,6 @@ WAYS = {
     "lt_tiled": Way(),
     "DeepSpeed, activation checkpointing": Way("DeepSpeed", True),
     "lt_tiled, activation checkpointing": Way(activation_checkpointing=True),
-    'lt_tiled, `keep="exchange"`': Way(activation_checkpointing=True, keep="exchange"),
     'lt_tiled, `keep="attention"`': Way(activation_checkpointing=True, keep="attention"),
 }
 ALONE = {

@@ -11,13 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lt_tiled._log import inform, warn
-from lt_tiled.checkpointing import (
-    BlockOffload,
-    BlockPatch,
-    find_checkpointable,
-    patch_block,
-    turn_off_own_checkpointing,
-)
 from lt_tiled.engines.found import Engine
 from lt_tiled.engines.zero import patch_leaves, restore_leaves
 from lt_tiled.errors import NothingFoundError
@@ -39,9 +32,15 @@ from lt_tiled.policies import (
     as_sequence_parallel,
     as_tiling,
 )
+from lt_tiled.recompute.blocks import (
+    BlockOffload,
+    BlockPatch,
+    find_checkpointable,
+    patch_block,
+    turn_off_own_checkpointing,
+)
+from lt_tiled.recompute.keep import keeps_attention, policy_of
 from lt_tiled.report import Report
-from lt_tiled.selective import policy_of
-from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.groups import group_of
 from lt_tiled.sequence_parallel.share import find_shared, reach_attention, share
 from lt_tiled.tiling.call import EngineNeeds, Owner
@@ -74,10 +73,7 @@ class Prepared(AbstractContextManager["Prepared"]):
     ) -> None:
         # Everything is found before anything is changed, so that an error leaves the model as it was.
         shared = find_shared(model, sequence_parallel, group) if sequence_parallel else []
-        keep = activation_checkpointing.keep if activation_checkpointing else None
-        chooses = policy_of(activation_checkpointing.policy) if activation_checkpointing else None
-        if keep == "exchange" and not shared:
-            raise ValueError("keep='exchange' keeps what ranks exchange, and one rank exchanges nothing: leave it out.")
+        keep = policy_of(activation_checkpointing.keep) if activation_checkpointing else None
         losses = find_losses(model) if loss else []
         missing = list[NothingFoundError]()
         blocks, tiled = list[tuple[str, nn.Module]](), list[Tileable]()
@@ -117,13 +113,14 @@ class Prepared(AbstractContextManager["Prepared"]):
             patch_leaves(model, zero3_leaf_modules)
             if loss is not None:
                 patch_losses(losses, loss, owner)
-            call_torch = reach_attention(model, unpatched, undo) if keep else set()
+            call_torch = reach_attention(model, unpatched, undo) if keep is keeps_attention else set()
             for module in turn_off_own_checkpointing(model) if unpatched else []:
                 undo.callback(setattr, module, "gradient_checkpointing", True)
             for path, block in unpatched:
                 offload = BlockOffload(self.offloader, path, model) if self.offloader else None
-                mode = AttentionMode() if block in call_torch else None
-                patch = BlockPatch(offload, keep, mode, chooses)
+                name = f"{path} ({type(block).__name__})"
+                raises = activation_checkpointing is None or activation_checkpointing.compare == "raise"
+                patch = BlockPatch(name, offload, keep, block in call_torch, raises)
                 patch_block(block, patch)
                 undo.callback(remove_patch, block, patch)
             if unpatched:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, get_args
 
 import torch
 
-Keep = Literal["exchange", "attention", "attention_output"]
+Keep = Literal["attention"] | Sequence[str | Callable[..., Any]] | Callable[..., Any]
+Compare = Literal["raise", "warn"]
 Tiers = Literal["cpu", "disk", "cpu+disk"]
 LossShards = int | Literal["auto", "always"]
 """Tiles of a loss: their number, or ``"auto"``; ``"always"`` is that in evaluation, too."""
@@ -50,6 +51,9 @@ class Tiling:
     self_check: bool = True
     """Run a few tokens of the first tiled input with and without tiles, and raise an error if outputs or gradients
     differ."""
+    compare: Compare = "raise"
+    """What the end of the backward pass does where the recompute of tiles computed other values than their forward
+    pass: ``"raise"`` an error, or ``"warn"``."""
     compile: bool | CompileOptions = False
     """Compile the module's own forward, which tiles run: ``True``, or arguments of ``torch.compile`` such as
     ``{mode: max-autotune}``."""
@@ -63,6 +67,7 @@ class Tiling:
                 " one."
             )
         _check_choice("accumulate", self.accumulate, ("float32", "param"))
+        _check_choice("compare", self.compare, get_args(Compare))
         _check_compile(self.compile)
         _check_targets(self.targets, also="; to tile only the loss, pass tiling=False and loss=True")
 
@@ -96,25 +101,25 @@ class ActivationCheckpointing:
     direct_io: bool = True
     """Bypass the page cache if the filesystem supports it."""
     keep: Keep | None = None
-    """What a block keeps for its recompute, besides its input. ``"attention"`` keeps attention's saved tensors, and the
-    recompute skips attention. ``"attention_output"`` keeps these tensors except queries, keys and values, which are
-    recomputed. ``"exchange"`` keeps what ranks that share a sequence exchanged. All of it is offloaded like block
-    inputs."""
-    policy: Sequence[str | Callable[..., Any]] | Callable[..., Any] | None = None
-    """Operators whose outputs a block keeps for its recompute, which skips them: names such as
-    ``["aten.mm.default"]``, or a function ``(ctx, operator, *args, **kwargs) -> CheckpointPolicy``, as
+    """Operators whose outputs a block keeps for its recompute, which skips them. ``"attention"``: attention in all its
+    kernels, and what ranks that share a sequence exchange for it. Or names such as ``["aten.mm.default"]``, or a
+    function ``(ctx, operator, *args, **kwargs) -> CheckpointPolicy``, as
     ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it; in YAML its dotted path. Outputs are
     offloaded like block inputs. What runs in tiles is not kept."""
+    compare: Compare = "raise"
+    """What the end of the backward pass does where the recompute of a block computed other values than its forward
+    pass: ``"raise"`` an error, or ``"warn"``."""
 
     def __post_init__(self) -> None:
         _check_targets(self.targets)
         _check_choice("offload", self.offload, (None, *get_args(Tiers)))
-        _check_choice("keep", self.keep, (*get_args(Keep), None))
+        _check_choice("compare", self.compare, get_args(Compare))
         check_count("prefetch", self.prefetch)
         check_count("keep_last", self.keep_last, least=0)
-        if self.policy is not None and not callable(self.policy) and (isinstance(self.policy, str) or not self.policy):
+        known = self.keep is None or self.keep == "attention" or callable(self.keep)
+        if not known and (isinstance(self.keep, str) or not self.keep):
             raise ValueError(
-                f"policy={self.policy!r} must be a function, or a list of at least one operator, as in"
+                f"keep={self.keep!r} must be 'attention', a function, or a list of at least one operator, as in"
                 " ['aten.mm.default']."
             )
         for name, tier in (("cpu_budget", "cpu"), ("disk_budget", "disk"), ("directory", "disk")):

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.logits import HeadPatch
 from lt_tiled.memory import gib, total_memory
 from lt_tiled.modules.feed_forward import mixes_tokens
 from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.offloader import OffloadStats
+from lt_tiled.recompute.blocks import BlockPatch
 from lt_tiled.sequence_parallel.attention import calls_attention
 from lt_tiled.sequence_parallel.forward import SharedBlock
 from lt_tiled.sequence_parallel.sharing import Sharing
@@ -143,7 +143,7 @@ class Report:
         lines += advise_on_sums(self.tiled, self.memory)
         if any(row.repeats_attention for row in self.blocks):
             lines.append(
-                "attention runs twice on long sequences: ActivationCheckpointing(keep='attention_output') runs it once"
+                "attention runs twice on long sequences: ActivationCheckpointing(keep='attention') runs it once"
                 " and keeps one tensor of the size of the hidden states per block"
             )
         table = Table(title="lt_tiled", caption="\n".join(lines) or None, caption_justify="left")
@@ -192,7 +192,7 @@ def advise_on_sums(tiled: Sequence[TiledModule], memory: int | None) -> list[str
 def _repeats_attention(block: nn.Module, patch: BlockPatch) -> bool:
     """Whether the recompute of a block repeated attention that takes at least about a fifth of its forward pass."""
     tokens, hidden_size = patch.longest
-    if patch.keep is not None or patch.chooses is not None or tokens < max(LONG * hidden_size, 1):
+    if patch.keep is not None or tokens < max(LONG * hidden_size, 1):
         return False
     return calls_attention(block) or any(mixes_tokens(name, part) for name, part in block.named_modules())
 

@@ -77,7 +77,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "recompute": {"tiling": None, "activation_checkpointing": True},
     "offload": {"tiling": Tiling(num_shards=4), "activation_checkpointing": ActivationCheckpointing(**OFFLOAD)},
     "keep attention": {"activation_checkpointing": ActivationCheckpointing(keep="attention")},
-    "keep output": {"activation_checkpointing": ActivationCheckpointing(**OFFLOAD, keep="attention_output")},
+    "keep output": {"activation_checkpointing": ActivationCheckpointing(**OFFLOAD, keep="attention")},
     "loss": {"tiling": None, "activation_checkpointing": False, "loss": True},
     "all": {"tiling": Tiling(num_shards=4), "activation_checkpointing": True, "loss": True},
 }
@@ -168,11 +168,11 @@ def test_no_break_at_attention(compiled_code: Counter[tuple[str, str]]) -> None:
 
 
 def test_a_policy_runs_blocks_uncompiled(compiled_code: Counter[tuple[str, str]]) -> None:
-    """With ``policy`` the compiler makes no code of blocks, which have the losses and gradients of the plain model."""
+    """With a list of operators the compiler makes no code of blocks, which are as the plain ones."""
     torch.manual_seed(0)
     model, lengths = tiny_llama(), (64, 64, 64)
     plain = copy.deepcopy(model)
-    policy = ActivationCheckpointing(policy=["aten.mm.default"])
+    policy = ActivationCheckpointing(keep=["aten.mm.default"])
     with prepare(model, tiling=Tiling(num_shards=4), activation_checkpointing=policy):
         compile_blocks(model, "aot_eager")
         for found, expected in zip(steps(model, lengths), steps(plain, lengths), strict=True):

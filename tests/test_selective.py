@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
+from transformers import AttentionInterface
 
-from lt_tiled import ActivationCheckpointing, Tiling, prepare
+from lt_tiled import ActivationCheckpointing, Tiling, prepare, shared_attention
 from lt_tiled.planner.ledger import Ledger
+from lt_tiled.recompute.keep import Kept
 from tests.meters import LiveBytes
 from tests.models import GatedMLP, H, TinyLM, lm_loss, tiny_llama
 from tests.parity import gradients, randn, step_of
@@ -34,32 +38,32 @@ def flops(run: Callable[[], Any]) -> int:
     return ledger.flops
 
 
-@pytest.mark.parametrize("operators", [[MM], [SDPA], [MM, SDPA], ["aten.silu.default"]], ids=str)
+@pytest.mark.parametrize("operators", ["attention", [MM], [SDPA], [MM, SDPA], ["aten.silu.default"]], ids=str)
 def test_flops(operators: list[str]) -> None:
     """A recompute has exactly the FLOPs of the operators that are not kept, up to its early stop."""
     model, batch = tiny_llama(), {"input_ids": IDS, "labels": IDS}
     plain, work = flops(lambda: step_of(model, batch)), list[int]()
     for policy in (None, operators):
-        with prepare(model, activation_checkpointing=ActivationCheckpointing(policy=policy)):
+        with prepare(model, activation_checkpointing=ActivationCheckpointing(keep=policy)):
             work.append(flops(lambda: step_of(model, batch)) - plain)
     projections = 2 * 2 * IDS.numel() * (2 * 32 * 32 + 2 * 32 * 16)
     gate_and_up = 2 * 2 * IDS.numel() * 2 * 32 * 96  # the product after them is not recomputed
     kept = projections + gate_and_up if MM in operators else 0
-    if SDPA in operators:
+    if SDPA in operators or operators == "attention":
         kept += work[0] - projections - gate_and_up
     assert work[1] == work[0] - kept
 
 
 @pytest.mark.parametrize("tiling", [None, 3], ids=["untiled", "tiled"])
-@pytest.mark.parametrize("more", [{}, OFFLOAD, {"keep": "attention"}], ids=str)
-@pytest.mark.parametrize("policy", [[MM, SDPA], everything], ids=["products", "everything"])
+@pytest.mark.parametrize("more", [{}, OFFLOAD], ids=str)
+@pytest.mark.parametrize("policy", ["attention", [MM, SDPA], everything], ids=["attention", "products", "everything"])
 def test_same_gradients(policy: Any, more: dict[str, Any], tiling: int | None) -> None:
     """Loss and gradients are bit for bit those without a policy, with dropout, tiles, offload and keep too."""
     model, batch = tiny_llama(attention_dropout=0.2).train(), {"input_ids": IDS, "labels": IDS}
 
     def steps(policy: Any) -> list[dict[str, Tensor]]:
         torch.manual_seed(1)
-        with prepare(model, tiling=tiling, activation_checkpointing=ActivationCheckpointing(policy=policy, **more)):
+        with prepare(model, tiling=tiling, activation_checkpointing=ActivationCheckpointing(keep=policy, **more)):
             return [step_of(model, batch) for _ in range(3)]
 
     for found, true in zip(steps(policy), steps(None), strict=True):
@@ -72,7 +76,7 @@ def test_what_is_kept_goes_where_block_inputs_go() -> None:
     model, batch = tiny_llama(), {"input_ids": IDS, "labels": IDS}
     held, stored = [], []
     for policy in (None, [MM]):
-        with prepare(model, activation_checkpointing=ActivationCheckpointing(policy=policy, **OFFLOAD)) as prepared:
+        with prepare(model, activation_checkpointing=ActivationCheckpointing(keep=policy, **OFFLOAD)) as prepared:
             step_of(model, batch)
             with LiveBytes() as meter:
                 loss = model(**batch).loss
@@ -86,7 +90,7 @@ def test_what_is_kept_goes_where_block_inputs_go() -> None:
 
 
 def test_what_runs_in_tiles_is_hidden() -> None:
-    """A policy is asked about no operator of tiles or of attention that keep names, in the first step too."""
+    """A policy is asked about no operator of tiles, in the first step too."""
     seen = list[Any]()
 
     def policy(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -94,11 +98,10 @@ def test_what_runs_in_tiles_is_hidden() -> None:
         return CheckpointPolicy.MUST_SAVE
 
     model, batch = tiny_llama(), {"input_ids": IDS, "labels": IDS}
-    checkpointing = ActivationCheckpointing(policy=policy, keep="attention")
+    checkpointing = ActivationCheckpointing(keep=policy)
     with prepare(model, tiling=Tiling(3), activation_checkpointing=checkpointing):
         step_of(model, batch)
     assert seen.count(torch.ops.aten.mm.default) == 2  # the output projections
-    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default not in seen
 
 
 PRODUCT = torch.ops.aten.mm.default
@@ -134,7 +137,7 @@ def test_outputs_changed_in_place_and_random_numbers() -> None:
 
     def step(policy: Any, checkpointed: bool = True) -> dict[str, Tensor]:
         torch.manual_seed(0)
-        with prepare(model, activation_checkpointing=ActivationCheckpointing(policy=policy) if checkpointed else None):
+        with prepare(model, activation_checkpointing=ActivationCheckpointing(keep=policy) if checkpointed else None):
             return gradients(model, x)
 
     true = step(None, checkpointed=False)
@@ -154,7 +157,7 @@ class Pair(GatedMLP):
 def test_output_changed_after_its_block() -> None:
     """An output that is changed in place after the block that keeps it is an error with the remedy."""
     model, x = nn.Sequential(Pair()), randn(12, H)
-    policy = ActivationCheckpointing(targets=["Pair"], policy=[MM])
+    policy = ActivationCheckpointing(targets=["Pair"], keep=[MM])
 
     def loss(doubles: bool) -> Tensor:
         y, z = model(x)
@@ -183,7 +186,7 @@ def test_memory_that_is_only_allocated_is_not_kept() -> None:
             return output
 
     net = nn.Sequential(Filling(), Filling())
-    policy = ActivationCheckpointing(targets=["Filling"], policy=lambda *args, **kwargs: True)
+    policy = ActivationCheckpointing(targets=["Filling"], keep=lambda *args, **kwargs: True)
     with prepare(net, tiling=False, loss=False, activation_checkpointing=policy):
         loss = net(torch.ones(2, 8, requires_grad=True)).sum()
         assert all(reference.expired() for reference in memory)
@@ -193,7 +196,7 @@ def test_memory_that_is_only_allocated_is_not_kept() -> None:
 def test_two_backward_passes() -> None:
     """A graph that is kept has a second backward pass with the same gradients, which torch's own modes refuse."""
     model, x = TinyLM(2), IDS
-    with prepare(model, activation_checkpointing=ActivationCheckpointing(policy=everything)):
+    with prepare(model, activation_checkpointing=ActivationCheckpointing(keep=everything)):
         loss = lm_loss(model(x), x)
         first = torch.autograd.grad(loss, [*model.blocks.parameters()], retain_graph=True)
         second = torch.autograd.grad(loss, [*model.blocks.parameters()])
@@ -209,7 +212,7 @@ def test_compiled(what: str, policy: Any) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = nn.Sequential(Residual(), Residual())
-        checkpointing = ActivationCheckpointing(targets=["Residual"], policy=chosen) if chosen is not False else False
+        checkpointing = ActivationCheckpointing(targets=["Residual"], keep=chosen) if chosen is not False else False
         with prepare(model, activation_checkpointing=checkpointing):
             compiled = torch.compile(model, backend="aot_eager") if what == "model" else model
             for block in model if what == "blocks" else ():
@@ -220,25 +223,114 @@ def test_compiled(what: str, policy: Any) -> None:
     assert all(torch.equal(found[2][name], found[0][name]) for name in found[0])
 
 
+# Attention
+
+
+class Attends(nn.Module):
+    """A block whose attention is a function of queries, keys and values ``[B, heads, S, D]``."""
+
+    def __init__(self, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.out, self.attention = nn.Linear(H, 3 * H), nn.Linear(H, H), attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, H // 2).permute(2, 0, 3, 1, 4)
+        return x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1) + F.scaled_dot_product_attention(v, q, k)
+
+
+def own_checkpoint(reentrant: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda q, k, v: checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=reentrant)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score - (i - j).abs())
+
+
+WRAPPED: Any = {"wrap_inductor_compiled_regions": True}
+KINDS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], bool]] = {
+    "several": (twice, True),
+    "own checkpoint": (own_checkpoint(False), True),
+    "own reentrant checkpoint": (own_checkpoint(True), True),
+    "flex": (flex, True),
+    "compiled flex": (torch.compile(flex, backend="aot_eager"), True),
+    "compiled by inductor": (shared_attention(torch.compile(twice, options=WRAPPED)), True),
+    "softmax": (lambda q, k, v: (q @ k.mT).softmax(-1) @ v, False),
+}
+"""Attention functions, and whether there is an operator to keep."""
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full) if "inductor" in k else k for k in KINDS])
+def test_kinds_of_attention(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Attention in any form has the gradients of no recompute, and is kept if it is an operator."""
+    monkeypatch.setattr(sys.modules[flex_attention.__module__], "_validate_device", lambda *_: None)  # refuses CPUs
+    caplog.set_level("INFO")
+    torch._dynamo.reset()
+    kept: list[str] = []
+    returned = Kept._unpack
+    monkeypatch.setattr(Kept, "_unpack", lambda self, output: (kept.append("1"), returned(self, output))[1])
+    attention, is_operator = KINDS[kind]
+    model, x = nn.Sequential(Attends(attention), Attends(attention)), randn(2, 12, H)
+
+    def step(checkpointing: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        with prepare(model, activation_checkpointing=checkpointing):
+            return gradients(model, x)
+
+    true = step(None)
+    for _ in range(3):
+        found = step(ActivationCheckpointing("Attends", keep="attention"))
+        assert all(torch.equal(found[name], true[name]) for name in true)
+    assert bool(kept) == is_operator
+    assert ("nothing was kept" in caplog.text) != is_operator
+
+
+def test_weights_of_attention() -> None:
+    """A function of the user's that returns weights beside its output has them in the outputs and in the loss."""
+
+    def weighted(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        weights = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT).softmax(-1)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2), weights
+
+    AttentionInterface.register("weighted", weighted)
+    model = tiny_llama()
+    model.set_attn_implementation("weighted")
+
+    def step() -> dict[str, Tensor]:
+        output = model(input_ids=IDS, labels=IDS, output_attentions=True)
+        loss = output.loss + sum(weights.square().sum() for weights in output.attentions)
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        return {str(index): gradient for index, gradient in enumerate(found)}
+
+    true = step()
+    for keep in (None, "attention"):
+        with prepare(model, tiling=None, activation_checkpointing=ActivationCheckpointing(keep=keep)):
+            found = step()
+        assert all(torch.equal(found[name], true[name]) for name in true)
+
+
 def test_bad_policies() -> None:
     """Bad policies are errors with the value and the remedy, before the model is changed."""
-    with pytest.raises(ValueError, match=r"policy=\[\] must be a function, or a list of at least one operator"):
-        ActivationCheckpointing(policy=[])
-    with pytest.raises(ValueError, match=r"policy='aten\.mm\.default' must be a function, or a list"):
-        ActivationCheckpointing(policy="aten.mm.default")
+    with pytest.raises(ValueError, match=r"keep=\[\] must be 'attention', a function, or a list of at least one"):
+        ActivationCheckpointing(keep=[])
+    with pytest.raises(ValueError, match=r"keep='aten\.mm\.default' must be 'attention', a function, or a list"):
+        ActivationCheckpointing(keep="aten.mm.default")
     model = TinyLM()
     before = set(model.blocks[0].__dict__)
     for name, text in (
-        ("aten.mmm.default", r"policy names 'aten.mmm.default', which is no operator of torch.ops: write namespace"),
-        ("aten.mm", r"policy names 'aten.mm', which stands for several operators: name aten.mm.default"),
-        (torch.ops.aten.mm, r"policy names 'aten.mm', which stands for several operators: name aten.mm.default"),
-        (7, "policy names 7, which is no operator"),
+        ("aten.mmm.default", r"keep names 'aten.mmm.default', which is no operator of torch.ops: write namespace"),
+        ("aten.mm", r"keep names 'aten.mm', which stands for several operators: name aten.mm.default"),
+        (torch.ops.aten.mm, r"keep names 'aten.mm', which stands for several operators: name aten.mm.default"),
+        (7, "keep names 7, which is no operator"),
     ):
         with pytest.raises(ValueError, match=text):
-            prepare(model, activation_checkpointing=ActivationCheckpointing(policy=[name]))  # type: ignore[list-item]
+            prepare(model, activation_checkpointing=ActivationCheckpointing(keep=[name]))  # type: ignore[list-item]
     assert set(model.blocks[0].__dict__) == before
     with (
-        prepare(model, activation_checkpointing=ActivationCheckpointing(policy=lambda *_, **__: None)),
-        pytest.raises(ValueError, match=r"policy returned None for aten\..*: return a .*CheckpointPolicy"),
+        prepare(model, activation_checkpointing=ActivationCheckpointing(keep=lambda *_, **__: None)),
+        pytest.raises(ValueError, match=r"keep returned None for aten\..*: return a .*CheckpointPolicy"),
     ):
         model(IDS)

@@ -19,7 +19,7 @@ from lt_tiled import TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling, 
 from lt_tiled.callbacks import TiledMLP
 from lt_tiled.cli import main
 from lt_tiled.loss.autograd import _TiledLoss
-from lt_tiled.tiling.recompute import RandomState
+from lt_tiled.recompute.mode import RandomState
 from lt_tiled.tiling.run import TiledFunction
 from lt_tiled.verification import Row, Step, Verification, run_verify
 from tests.architectures import ARCHITECTURES

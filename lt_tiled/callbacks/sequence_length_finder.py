@@ -21,7 +21,7 @@ from lt_tiled._log import inform, progress
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.memory import PeakMemory, gib, provides
 from lt_tiled.policies import check_count, parse_bytes
-from lt_tiled.tiling.recompute import random_state_kept
+from lt_tiled.recompute.mode import random_state_kept
 from lt_tiled.training_step.step import create_optimizer_state, first_batch, run_step, silence, with_length
 
 

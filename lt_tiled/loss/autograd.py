@@ -19,14 +19,15 @@ from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.policies import Tiling
-from lt_tiled.tiling.cut import Bounds, each_tile, tile_bounds
-from lt_tiled.tiling.recompute import (
+from lt_tiled.recompute.compare import EPS, VERDICT, Sample, fingerprint
+from lt_tiled.recompute.mode import (
     Precision,
     RandomState,
     hidden_from_checkpoints,
     is_transformed,
     random_state_kept,
 )
+from lt_tiled.tiling.cut import Bounds, each_tile, tile_bounds
 
 Reduction = Literal["mean", "sum", "none"]
 Count = Tensor | float | Literal["global"] | None
@@ -223,6 +224,7 @@ class _TiledLoss(torch.autograd.Function):
         if call.tiles.reduction == "none":
             ctx.save_for_backward(hidden, call.labels, *weights)  # which notices changes in place
             loss = call.run(hidden, weights, [False] * len(call.wants))[0]
+            ctx.print = fingerprint(loss) if type(loss) is Tensor and loss.numel() else None  # none of a fake one
         else:
             scale, ctx.factor = call.scales(hidden)
             loss, gradients = call.run(hidden, weights, call.wants, scale.expand(len(call.labels)))
@@ -250,7 +252,10 @@ class _TiledLoss(torch.autograd.Function):
         if call.tiles.reduction == "none":
             hidden, _, *weights = saved
             with call.autocast.context(), random_state_kept(hidden.device, call.random):
-                gradients = call.run(hidden, weights, call.wants, incoming)[1]
+                losses, gradients = call.run(hidden, weights, call.wants, incoming)
+            if ctx.print is not None:
+                eps = EPS[call.autocast.dtype or hidden.dtype]
+                VERDICT.add(Sample("a tiled loss", "set loss=False", eps, ctx.print, fingerprint(losses)))
             pairs = zip(gradients, (hidden, *weights), strict=True)
             return (None, *(None if g is None else g.to(t.dtype) for g, t in pairs))
         scaled = (

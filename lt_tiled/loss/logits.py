@@ -21,11 +21,10 @@ from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import linear
 from lt_tiled.modules.find import ENGINES
 from lt_tiled.modules.patch import HOOKS, Order, Patch, is_of
+from lt_tiled.recompute.mode import Precision, is_transformed, version_of
 from lt_tiled.tiling.call import LargestCall, TileFunction
 from lt_tiled.tiling.effects import check_leaves
-from lt_tiled.tiling.observe import Observation, restored
 from lt_tiled.tiling.pending import Deferred
-from lt_tiled.tiling.recompute import Precision, is_transformed, version_of
 from lt_tiled.tiling.weights import in_places, one_thread, swapped, weights_of
 
 
@@ -231,14 +230,12 @@ class DeferredLogits(Deferred):
                 return tiles.loss(linear, hidden, target, plain, vocab_size)
             work = TileFunction.of(head.forward, (head,), None, whole=True)
             weights = weights_of(work.parts) if torch.is_grad_enabled() else {}
-            remedy = "turn the tiled loss off with loss=False"
-            state = Observation(f"the head of {patch.name}", work.modules, remedy, substituted=True)
             tiles_run = count()
 
             def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
                 first = next(tiles_run) == 0
                 swap = swapped(in_places(weights.values(), leaves))
-                with restored(state, "its backward pass"), one_thread(patch, patch.name), swap:
+                with one_thread(patch, patch.name), swap:
                     found = _computed(patch, head, steps, rows)
                 if found.requires_grad and first:  # in each call: what was frozen in the first one counts too
                     known = [cast("Tensor", rows._base), *leaves]

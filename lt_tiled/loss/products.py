@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lt_tiled.tiling.recompute import PlainSavedTensors, Precision
+from lt_tiled.recompute.mode import PlainSavedTensors, Precision
 from lt_tiled.tiling.weights import GradientSum, adds_in_product, sum_dtype
 
 Head = Callable[[Tensor, Sequence[Tensor]], Tensor]

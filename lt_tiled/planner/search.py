@@ -21,7 +21,7 @@ from lt_tiled.modules.patch import turned_off
 from lt_tiled.planner.job import Job
 from lt_tiled.planner.simulate import STATE, Settings, Simulation
 from lt_tiled.planner.speed import Machine, Speed, parse_machine, predict
-from lt_tiled.policies import ActivationCheckpointing, Keep, LossShards, SequenceParallel, Tiling
+from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.report import TiledModule, advise_on_sums
 from lt_tiled.sequence_parallel.groups import sizes_of
 from lt_tiled.tiling.cut import MIN_TILE_TOKENS
@@ -145,9 +145,7 @@ def describe(settings: Settings) -> str:
     if policy is not None and policy.offload is not None:
         parts.append(f"block inputs offloaded to {policy.offload} except the last {policy.keep_last}")
     if policy is not None and policy.keep is not None:
-        parts.append(f"keep={policy.keep}")
-    if policy is not None and policy.policy is not None:
-        parts.append("outputs of operators kept")
+        parts.append("keep=attention" if policy.keep == "attention" else "outputs of operators kept")
     if shared is not None:
         parts.append(f"each sequence shared by {shared.size} ranks")
     return ", ".join(parts)
@@ -241,8 +239,7 @@ def cheapest(
     """Return the plan of :func:`ladder` with the shortest predicted step, of those that fit into ``memory`` bytes.
 
     Of equally fast plans it is the first. It uses the fewest tiles that fit. Ranks share a sequence, the fewest
-    possible, if it does not fit otherwise. Blocks keep attention's output, or attention where ranks share a sequence,
-    if that fits and is faster.
+    possible, if it does not fit otherwise. Blocks keep attention if that fits and is faster.
 
     Raises:
         DoesNotFitError: If no settings fit.
@@ -279,9 +276,9 @@ def cheapest(
                 shards *= 2
             if (policy := fastest.settings.activation_checkpointing) is None:
                 return fastest
-            keeps: list[Keep] = ["attention_output"] if shared is None else ["attention_output", "attention"]
-            kept = [planned(replace(fastest.settings, activation_checkpointing=replace(policy, keep=k))) for k in keeps]
-            return min([fastest, *[found for found in kept if found.peak <= memory]], key=seconds)
+            keeping = replace(policy, keep="attention")
+            kept = planned(replace(fastest.settings, activation_checkpointing=keeping))
+            return min([fastest, kept], key=seconds) if kept.peak <= memory else fastest
     least = min(tried, key=lambda found: found.peak)
     raise DoesNotFitError(
         f"{tokens} tokens do not fit into {gib(memory)} with any settings: the least is {gib(least.peak)}, with"

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.errors import NothingFoundError, SimulationError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.find import plain_name, unwrapped
@@ -23,6 +22,7 @@ from lt_tiled.modules.patch import get_patch
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.planner.ledger import Ledger, Place
 from lt_tiled.policies import Tiling
+from lt_tiled.recompute.blocks import BlockPatch
 from lt_tiled.tiling.call import split_arguments
 from lt_tiled.tiling.patch import tiled_patches
 

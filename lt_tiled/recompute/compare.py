@@ -19,13 +19,16 @@ such as DDP's, whose next step then fails. So the callback queues itself once mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+
+from lt_tiled._log import warn
 
 ROWS = 1024
 """The most rows of a tensor that are compared."""
@@ -48,7 +51,8 @@ def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:
     """Return the products of at most so many rows of ``[..., width]`` with random signs, in float32 or float64."""
     flat = tensor.detach() if tensor.requires_grad else tensor
-    flat = flat if flat.dim() == 2 else flat.reshape(-1, flat.shape[-1])  # [tokens, width]
+    if flat.dim() != 2:
+        flat = flat.reshape(-1, flat.shape[-1] if flat.dim() > 1 else 1)  # [tokens, width]
     count = flat.shape[0]
     step = -(-count // rows)
     if step > 1:
@@ -58,11 +62,11 @@ def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:
     return torch.mv(flat, _signs(flat.shape[-1], flat.dtype, tensor.device))  # [rows]
 
 
-def rows_that_differ(before: Tensor, now: Tensor, eps: float) -> Tensor:
-    """Return how many rows of two fingerprints differ by more than rounding, less those that may; nothing waits."""
-    scale = before.nan_to_num(0, 0, 0).square().mean().sqrt()
+def rows_that_differ(before: Tensor, now: Tensor, eps: Tensor | float) -> Tensor:
+    """Return how many rows of fingerprints ``[..., rows]`` differ by more than rounding, less those that may."""
+    scale = before.nan_to_num(0, 0, 0).square().mean(-1, keepdim=True).sqrt()
     same = ((before - now).abs() <= scale * eps * TOLERANCE) | (before == now) | (before.isnan() & now.isnan())
-    return (~same).sum() - min(FEW, len(before) // 32)
+    return (~same).sum(-1) - min(FEW, before.shape[-1] // 32)
 
 
 class Sample(NamedTuple):
@@ -73,6 +77,8 @@ class Sample(NamedTuple):
     eps: float
     before: Tensor
     now: Tensor
+    raises: bool = True
+    """Whether a difference raises, and does not only warn."""
 
 
 class _Samples(list[Sample]):
@@ -98,24 +104,48 @@ class _Verdict:
         samples.append(sample)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
-    def read(self, samples: list[Sample]) -> None:
+    def read(self, samples: Sequence[Sample]) -> None:
         """Compare all samples of a backward pass.
 
         Raises:
             RuntimeError: If a recompute computed other values than its forward pass.
         """
-        device = samples[0].now.device
-        counts = torch.stack([rows_that_differ(s.before, s.now, s.eps).to(device) for s in samples])
-        if bool((counts > 0).any()):  # the one read of a step
-            found: dict[str, Sample] = {}
-            for sample, count in zip(samples, counts.tolist(), strict=True):
-                if count > 0:
-                    found.setdefault(sample.name, sample)
-            remedy = next(iter(found.values())).remedy
-            raise RuntimeError(
-                f"The recompute of {', '.join(found)} computes other values than the forward pass, because something"
-                f" that it reads changed in between. Make the change after the backward pass, or {remedy}."
-            )
+        # 1. All of one size at once.
+        groups: dict[Any, list[Sample]] = {}
+        for sample in samples:
+            key = (len(sample.before), sample.before.dtype, sample.before.device, sample.eps)
+            groups.setdefault(key, []).append(sample)
+        counts: list[Tensor] = []
+        for group in groups.values():
+            before = torch.stack([sample.before for sample in group])  # [samples, rows]
+            now = torch.stack([sample.now for sample in group])
+            counts.append(rows_that_differ(before, now, group[0].eps).to(samples[0].now.device))
+        # 2. The one read of a step.
+        differ: list[tuple[Sample, int]] = []
+        for sample, count in zip(chain(*groups.values()), torch.cat(counts).tolist(), strict=True):
+            if count > 0:
+                differ.append((sample, count))
+        for raises in (False, True):
+            found = [each for each in differ if each[0].raises == raises]
+            if found:
+                _tell(found, raises)
+
+
+def _tell(found: Sequence[tuple[Sample, int]], raises: bool) -> None:
+    """Raise an error about the samples that differ, by so many rows, or warn."""
+    shares: dict[str, float] = {}
+    for sample, count in found:
+        shares[sample.name] = max(shares.get(sample.name, 0.0), count / len(sample.before))
+    names = ", ".join(list(shares)[:3])
+    if len(shares) > 3:
+        names += f" and {len(shares) - 3} more"
+    message = (
+        f"The recompute of {names} computes other values than the forward pass ({max(shares.values()):.0%} of rows):"
+        f" something that it reads changed. Make the change after the backward pass, or {found[0][0].remedy}."
+    )
+    if raises:
+        raise RuntimeError(message)
+    warn(message, once=message)
 
 
 VERDICT = _Verdict()
@@ -128,10 +158,11 @@ class Samples:
         name: The name of the call in messages.
         tiles: The number of tiles.
         autocast: The dtype of autocast, if it is enabled.
+        raises: Whether a difference raises, and does not only warn.
     """
 
-    def __init__(self, name: str, tiles: int, autocast: torch.dtype | None) -> None:
-        self.name, self.rows = name, ROWS // tiles + 1
+    def __init__(self, name: str, tiles: int, autocast: torch.dtype | None, raises: bool) -> None:
+        self.name, self.rows, self.raises = name, ROWS // tiles + 1, raises
         self.eps = 0.0 if autocast is None else EPS[autocast]
         self.tiles: list[Tensor] = []
         self.weight: list[Tensor] = []
@@ -154,6 +185,6 @@ class Samples:
         """Compare them with those of the recompute, at the end of the backward pass."""
         for before, after in ((self.tiles, now.tiles), (self.weight, now.weight)):
             if before:
-                same = len(before) == len(after)
-                pair = torch.cat(before), torch.cat(after) if same else torch.tensor(torch.nan)
-                VERDICT.add(Sample(self.name, "lt_tiled.untile() it", now.eps, *pair))
+                first = torch.cat(before)
+                second = torch.cat(after) if len(before) == len(after) else torch.full_like(first, torch.nan)
+                VERDICT.add(Sample(self.name, "lt_tiled.untile() it", now.eps, first, second, self.raises))

@@ -1,6 +1,6 @@
 """Where attention is found: in the attention interface of transformers, and in calls of torch's function.
 
-Outside of a region it is computed as always, and kept where a block with activation checkpointing keeps it.
+Outside of a region it is computed as always, and a block with activation checkpointing may keep it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lt_tiled.attended import attended_alone, keeps_attention
+from lt_tiled.recompute.keep import attending
 from lt_tiled.sequence_parallel.exchange import Share, attend
 from lt_tiled.sequence_parallel.region import Region, current
 
@@ -46,12 +46,8 @@ class _Shared(Replacement):
     ) -> Any:
         region = current()
         if region is None:
-            if self.name == "eager" or not keeps_attention():  # eager attention may be asked for its weights
+            with attending():
                 return self.function(module, query, key, value, attention_mask, *args, **kwargs)
-            given = (module, query, key, value, attention_mask, *args)
-            # As attention saves it, [B, H, S, D], so that one tensor is offloaded and not two views of it.
-            kept = attended_alone(lambda *a, **k: self.function(*a, **k)[0].transpose(1, 2), *given, **kwargs)
-            return kept.transpose(1, 2), None
         if kwargs.get("position_bias") is not None:
             raise ValueError(
                 f"{region.owner} adds a position bias to attention, which sequence parallelism cannot cut: use a model"
@@ -133,13 +129,12 @@ def _restore(table: Any, name: str, shared: Replacement) -> None:
 
 
 class AttentionMode(TorchFunctionMode):
-    """Lets ``F.scaled_dot_product_attention`` attend to the tokens of all ranks in a region, and blocks keep it."""
+    """Lets ``F.scaled_dot_product_attention`` attend to the tokens of all ranks in a region."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         region, kwargs = current(), kwargs or {}
         if region is None:
-            is_attention = func is F.scaled_dot_product_attention
-            return attended_alone(func, *args, **kwargs) if is_attention else func(*args, **kwargs)
+            return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             raise ValueError(
                 f"{region.owner} uses nn.MultiheadAttention, whose projections and attention are one function. With"
@@ -202,7 +197,8 @@ def shared_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         region = current()
         if region is None:
-            return attended_alone(function, query, key, value, *args, **kwargs)
+            with attending():
+                return function(query, key, value, *args, **kwargs)
 
         def own(q: Tensor, k: Tensor, v: Tensor, mine: Share) -> Tensor:
             return function(q, k, v, *args, **kwargs)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lt_tiled.attended import attended
-from lt_tiled.kept import kept_or
 from lt_tiled.modules.patch import without_compiler
+from lt_tiled.recompute.keep import attending
 from lt_tiled.sequence_parallel.collectives import all_to_all
 from lt_tiled.sequence_parallel.groups import check_heads
 from lt_tiled.sequence_parallel.region import Region, entered
@@ -109,8 +107,7 @@ def over_heads(
         queries: Tensors of all heads, ``[B, H, S/n, ...]``.
         keys: Tensors with an entry for several heads, ``[B, K, S/n, ...]``.
         vectors: Tensors with an entry for each head, ``[H, ...]``, and no tokens.
-        compute: Gets all tokens of the rank's heads. It must not hold these tensors: see
-            :func:`~lt_tiled.attended.attended`.
+        compute: Gets all tokens of the rank's heads.
         record: Collects what ``compute`` gets, with the share that it belongs to.
     """
     region.check_recompute()
@@ -121,21 +118,15 @@ def over_heads(
     mine, first, last = shares[region.rank], len(queries), len(queries) + len(keys)
     of_ranks = [[share.heads for share in shares]] * len(queries) + [[share.keys for share in shares]] * len(keys)
 
-    def among_heads(*own: Tensor) -> Tensor:
-        return compute(mine, own[:first], own[first:last], own[last:])
-
-    def run(*inputs: Tensor) -> Tensor:
-        arrived = exchanged(region, of_ranks, inputs[:last], to_heads=True)
-        own_queries, own_keys = arrived[:first], arrived[first:]
+    with attending():
+        arrived = exchanged(region, of_ranks, [*queries, *keys], to_heads=True)
+        own_queries, own_keys = arrived[:first], arrived[first:last]
         if record is not None:
             record.append((mine, *own_queries, *own_keys))
-        own_keys = mine.matched(own_keys)
         with entered(None):  # attention may call another one that is exchanged, which has all tokens already
-            parts = [vector[mine.heads] for vector in inputs[last:]]
-            out = attended("attention_output", among_heads, *own_queries, *own_keys, *parts)
+            parts = [vector[mine.heads] for vector in vectors]
+            out = compute(mine, own_queries, mine.matched(own_keys), parts)
         return exchanged(region, of_ranks[:1], [out], to_heads=False)[0]
-
-    return attended("attention", run, *queries, *keys, *vectors)
 
 
 def exchanged(
@@ -171,8 +162,7 @@ class _Exchange(torch.autograd.Function):
             outputs.append(tensor.new_zeros(tensor.shape[0], count, tokens, tensor.shape[3]))
         places = _parts(region, heads, outputs, by_heads=not to_heads)
         send = _parts(region, heads, tensors, by_heads=to_heads)
-        # In a backward pass nothing is kept.
-        arrived = kept_or("exchange", partial(_arrived, region, send, [_numel(part) for part in places]))
+        arrived = _arrived(region, send, [_numel(part) for part in places])
         begin = 0
         for view in chain.from_iterable(places):
             its = arrived[begin : begin + view.numel()].view(view.shape)

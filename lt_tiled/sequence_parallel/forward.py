@@ -22,9 +22,10 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.modules.cache import has_cache
 from lt_tiled.modules.patch import Order, Patch
+from lt_tiled.recompute.mode import is_backward
 from lt_tiled.sequence_parallel.arguments import Call, repeated_to
 from lt_tiled.sequence_parallel.collectives import all_gather
-from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
+from lt_tiled.sequence_parallel.region import Region, current, entered
 from lt_tiled.sequence_parallel.self_check import MOST_TOKENS, TOKENS, check_shared
 from lt_tiled.sequence_parallel.sharing import Sharing
 

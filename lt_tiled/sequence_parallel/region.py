@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lt_tiled.recompute.mode import in_checkpoint
 from lt_tiled.sequence_parallel.collectives import all_gather, group_mean, name_of
-from lt_tiled.tiling.recompute import in_checkpoint
 
 
 @dataclass(eq=False)
@@ -199,8 +199,3 @@ def gathered(x: Tensor, dim: int = 1) -> Tensor:
     """Return the tokens of all ranks of a tensor that is computed in a region, and outside of one the tensor itself."""
     region = current()
     return x if region is None else region.gathered(x, dim)
-
-
-def is_backward() -> bool:
-    """Whether a backward pass runs in this thread."""
-    return torch._C._current_graph_task_id() != -1  # no public name

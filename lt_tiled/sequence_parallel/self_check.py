@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lt_tiled.recompute.buffers import ModuleState
+from lt_tiled.recompute.mode import random_state_kept
 from lt_tiled.sequence_parallel.region import Region, entered
-from lt_tiled.tiling.observe import Observation
-from lt_tiled.tiling.recompute import random_state_kept, version_of
 
 TOKENS = 4
 """Tokens of each rank; the first rank has one more, as lengths may be uneven."""
@@ -66,7 +66,7 @@ def check_shared(
     outputs: list[Tensor] = []
     for region in regions:
         try:
-            outputs.append(_run_apart(module, owner, device, region, run))
+            outputs.append(_run_apart(module, device, region, run))
         except (RuntimeError, IndexError, TypeError) as error:
             if isinstance(error, torch.OutOfMemoryError | dist.DistError):
                 raise
@@ -91,30 +91,22 @@ def check_shared(
             raise ValueError(problem)
 
 
-def _run_apart(
-    module: nn.Module, owner: str, device: torch.device, region: Region, run: Callable[[Region], Tensor]
-) -> Tensor:
+def _run_apart(module: nn.Module, device: torch.device, region: Region, run: Callable[[Region], Tensor]) -> Tensor:
     """Return the output in a region. Everything is left as it was."""
-    observed = Observation(owner, (module,), "").restored("the comparison")
-    with torch.no_grad(), random_state_kept(device), _buffers_restored(module), observed, entered(region):
+    with torch.no_grad(), random_state_kept(device), _as_it_was(module), entered(region):
         for part in module.modules():
             part.training = False
         return run(region)
 
 
 @contextmanager
-def _buffers_restored(module: nn.Module) -> Iterator[None]:
-    """Undo in-place changes of buffers.
-
-    :class:`Observation` restores what a second pass would read, and has no copies before a first one.
-    """
-    copies = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in module.buffers()]
+def _as_it_was(module: nn.Module) -> Iterator[None]:
+    """Undo changes of buffers and attributes, training modes among them."""
+    state = ModuleState(list(module.modules()))
     try:
         yield
     finally:
-        for buffer, version, copy in copies:
-            if version_of(buffer) != version:
-                buffer.data.copy_(copy)
+        state.put_back()
 
 
 def _computes_in(module: nn.Module, region: Region, output: Tensor) -> torch.dtype:

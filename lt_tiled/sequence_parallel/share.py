@@ -61,10 +61,9 @@ def reach_attention(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], u
     Return those that call torch's attention themselves, as hand-written ones do: they need a mode that finds it.
     """
     inside = _of_transformers(model)
-    known = [(path, block) for path, block in blocks if block in inside]
+    known = [block for _, block in blocks if block in inside]
     if known:
-        replace_functions(known, undo)
-        share_interface([block for _, block in known], undo)
+        share_interface(known, undo)
     return {block for _, block in blocks if block not in inside or calls_attention(block)}
 
 

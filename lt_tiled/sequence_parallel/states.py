@@ -2,8 +2,7 @@
 
 Models call module-level functions for both. These are replaced in the module that the layer's code belongs to. In a
 region, a rule over all tokens (a scan, a delta rule) runs on a part of the heads, as attention does, and a
-convolution gathers the last tokens of the ranks before. Outside of a region they compute as before, and a block with
-``keep`` saves what they compute.
+convolution gathers the last tokens of the ranks before. Outside of a region they compute as before.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.attended import attended_alone, keeps_attention
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel.attention import Replacement, replace
@@ -62,7 +60,7 @@ class SharedFunction(Replacement):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         region = current()
         if region is None:
-            return self._alone(args, kwargs) if keeps_attention() else self.function(*args, **kwargs)
+            return self.function(*args, **kwargs)
         region.mixed.add(self.name)
         if self.name == FUSED:
             return None
@@ -73,15 +71,6 @@ class SharedFunction(Replacement):
         if self.name == CONVOLUTION:
             return convolved(region, self.function, *args, **kwargs)
         return scanned(region, self.function, RULES[self.name], args, kwargs)
-
-    def _alone(self, args: Any, kwargs: Any) -> Any:
-        """Run the function where no ranks share its tokens, and let the block keep its result as it keeps attention."""
-        if self.name == FUSED:
-            return None
-        if self.name == CONVOLUTION:
-            return self.function(*args, **kwargs)
-        output = attended_alone(lambda *a, **k: _output(self.function(*a, **k)), *args, **kwargs)
-        return (output, None) if RULES[self.name].with_state else output
 
 
 def scanned(region: Region, function: Callable[..., Any], rule: Rule, args: Sequence[Any], kwargs: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from lt_tiled._log import warn
-from lt_tiled.checkpointing import find_checkpointable
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.policies import ActivationCheckpointing
+from lt_tiled.recompute.blocks import find_checkpointable
 
 
 def blocks_to_shard(

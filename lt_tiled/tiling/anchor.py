@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lt_tiled.recompute.mode import is_transformed
 from lt_tiled.tiling.call import TiledCall
-from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.weights import in_places, swapped, weights_of
 
 Edges = Sequence[Tensor]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lt_tiled._log import inform
 from lt_tiled.modules.feed_forward import MLPSizes
 from lt_tiled.policies import Tiling
+from lt_tiled.recompute.mode import Precision
 from lt_tiled.tiling.cut import Bounds, Layout, Tokens
-from lt_tiled.tiling.recompute import Precision
 from lt_tiled.tiling.weights import Weights, weights_of
 
 # What is known of a tiled module

@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.modules.patch import is_of
 from lt_tiled.recompute.compare import Samples
+from lt_tiled.recompute.mode import PlainSavedTensors, RandomState, hidden_from_modes, random_state_kept
 from lt_tiled.tiling.call import Plan, TiledCall
 from lt_tiled.tiling.cut import Layout, flatten
-from lt_tiled.tiling.recompute import PlainSavedTensors, RandomState, hidden_from_modes, random_state_kept
 from lt_tiled.tiling.weights import Entry, GradientSum
 
 FORWARD = "_lt_tiled_last"

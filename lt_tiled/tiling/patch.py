@@ -37,13 +37,13 @@ from lt_tiled.modules.feed_forward import MLPSizes, Tileable, cannot_be_tiled, f
 from lt_tiled.modules.find import ENGINES, outermost, walk, walk_all
 from lt_tiled.modules.patch import HOOKS, Order, Patch, get_patch, get_patches, is_of, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
+from lt_tiled.recompute.mode import is_transformed
 from lt_tiled.tiling.anchor import Through, run_untiled
 from lt_tiled.tiling.call import EngineNeeds, Owner, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
 from lt_tiled.tiling.check import check_position_wise
 from lt_tiled.tiling.cut import Tokens, memory_order, tile_bounds
 from lt_tiled.tiling.last import FORWARD, find_plan
 from lt_tiled.tiling.pending import Pending, none_left, values
-from lt_tiled.tiling.recompute import is_transformed
 from lt_tiled.tiling.recorded import CAPTURING, active_collector, is_recorded, record, run_recorded
 from lt_tiled.tiling.run import is_real, run_tiled
 from lt_tiled.tiling.weights import one_thread

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.patch import is_of
+from lt_tiled.recompute.mode import Precision, saved_tensors_hooks
 from lt_tiled.tiling.anchor import Edges, Through
 from lt_tiled.tiling.call import TiledCall, TileFunction
-from lt_tiled.tiling.recompute import Precision, saved_tensors_hooks
 from lt_tiled.tiling.run import Trace, run_later, run_now
 
 

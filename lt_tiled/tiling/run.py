@@ -20,18 +20,18 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.recompute.compare import Samples
-from lt_tiled.tiling.anchor import Edges, Through, anchored
-from lt_tiled.tiling.call import TiledCall
-from lt_tiled.tiling.cut import Assembly, each_tile, flatten
-from lt_tiled.tiling.effects import check_leaves
-from lt_tiled.tiling.last import LastProjection, Root
-from lt_tiled.tiling.recompute import (
+from lt_tiled.recompute.mode import (
     PlainSavedTensors,
     RandomState,
     hidden_from_checkpoints,
     random_state_kept,
     saved_tensors_hooks,
 )
+from lt_tiled.tiling.anchor import Edges, Through, anchored
+from lt_tiled.tiling.call import TiledCall
+from lt_tiled.tiling.cut import Assembly, each_tile, flatten
+from lt_tiled.tiling.effects import check_leaves
+from lt_tiled.tiling.last import LastProjection, Root
 from lt_tiled.tiling.weights import GradientSum, in_places, one_thread, swapped, wants_zeros
 
 
@@ -141,7 +141,7 @@ def forward(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ..
 
 def samples_of(call: TiledCall) -> Samples:
     """Return what takes the fingerprints of one pass over the tiles."""
-    return Samples(call.name, len(call.bounds), call.precision.dtype)
+    return Samples(call.name, len(call.bounds), call.precision.dtype, call.tiled.tiling.compare == "raise")
 
 
 def is_real(tensor: Tensor) -> bool:

@@ -14,18 +14,17 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled.checkpointing import BlockPatch
 from lt_tiled.loss.logits import HeadPatch
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.policies import check_count
+from lt_tiled.recompute.blocks import BlockPatch
+from lt_tiled.recompute.mode import random_state_kept
 from lt_tiled.report import show
 from lt_tiled.sequence_parallel.self_check import rounds_products
 from lt_tiled.strategies.deepspeed import keeps_gradients, step_with_own_optimizer
 from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch, tiled_patches
-from lt_tiled.tiling.places import is_equal
-from lt_tiled.tiling.recompute import random_state_kept
 from lt_tiled.training_step.ranks import raising_on_all
 from lt_tiled.training_step.step import first_batch, shape_of, with_length
 from lt_tiled.verification.result import EVALUATION, LOSS, Verification, compare, listed, norm_of
@@ -173,7 +172,7 @@ class Comparison(Callback):
         reference: dict[str, Tensor] = {}
         if self.reference and not steps.draws:  # other precisions draw other random numbers
             reference = reference_values(self.module, steps, _reference_dtype(trained), weights)
-        steps.state.undo()
+        steps.state.put_back()
         self.result = strategy.broadcast(self._result(steps, untiled, tiled, reference))
 
     def _read_batch(self, trained: LightningModule) -> Any:
@@ -191,7 +190,7 @@ class Comparison(Callback):
         base, trained = reference or untiled.values, steps.module
         names = list(base)
         for name, buffer in steps.buffers.items():
-            if is_equal(buffer, untiled.values[name]) and is_equal(buffer, tiled.values[name]):
+            if _is_equal(buffer, untiled.values[name]) and _is_equal(buffer, tiled.values[name]):
                 names.remove(name)  # no step changes it
         if base[EVALUATION].isnan():
             names.remove(EVALUATION)
@@ -272,3 +271,8 @@ def tiles_of(module: nn.Module) -> Iterator[tuple[str, int]]:
 def patches_of(module: nn.Module) -> list[Patch]:
     """Return what lt_tiled has set on a module and its submodules."""
     return [patch for part in module.modules() for patch in get_patches(part, Patch)]
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two buffers of one module are equal, and nan equal to nan."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -19,9 +20,9 @@ from lt_tiled.memory import PeakMemory
 from lt_tiled.modules.find import is_flat, plain_name, unwrapped, walk
 from lt_tiled.modules.patch import turned_off
 from lt_tiled.namespaces import is_a
+from lt_tiled.recompute.buffers import ModuleState
+from lt_tiled.recompute.mode import RandomState, random_state_kept
 from lt_tiled.strategies.deepspeed import full_gradients, gathered, keeps_gradients
-from lt_tiled.tiling.observe import History, Observation
-from lt_tiled.tiling.recompute import RandomState, random_state_kept
 from lt_tiled.training_step.ranks import ranks_fail_together
 from lt_tiled.training_step.step import nothing, run_step, silence, stepped_on, training_loss
 from lt_tiled.verification.result import EVALUATION, LOSS, Step, norm_of
@@ -87,7 +88,7 @@ class EngineSteps:
         self.strategy, self.optimizer = trainer.strategy, trainer.optimizers[0]
         self.device: torch.device = self.strategy.root_device
         self.engine_has_gradients = keeps_gradients(self.strategy)
-        self.state, self.buffers = observe(module), buffers_of(module)
+        self.state, self.buffers = state_of(module), buffers_of(module)
         self.draws = False
         """Whether a step so far drew random numbers."""
 
@@ -135,8 +136,8 @@ class EngineSteps:
 
     def _run(self) -> Tensor:
         """Run the forward and the backward pass from the recorded state, and return the loss."""
-        with random_state_kept(self.device):  # each step draws what the others draw
-            self.state.undo()
+        with isolate_rng(), random_state_kept(self.device):  # each step draws what the others draw
+            self.state.put_back()
             before = RandomState.now(self.device)
             batch = copy.deepcopy(self.batch)  # which steps may change
             loss = run_step(self.strategy, self.module, batch, self.optimizer)
@@ -157,9 +158,9 @@ class EngineSteps:
         buffers = {name: buffer for name, buffer in buffers_of(module).items() if name in self.buffers}
         return {**gradients, **buffers, LOSS: self.strategy.reduce(loss.detach().clone()).cpu()}
 
-    def evaluate(self, run: Callable[..., Any], module: LightningModule, batch: Any, state: Observation) -> Tensor:
+    def evaluate(self, run: Callable[..., Any], module: LightningModule, batch: Any, state: ModuleState) -> Tensor:
         """Return the loss in evaluation mode, averaged over the ranks: nan if the step fails there on all ranks."""
-        state.undo()
+        state.put_back()
         try:
             with random_state_kept(self.device), torch.no_grad():
                 loss = training_loss(run, module.eval(), copy.deepcopy(batch)).float().reshape(())
@@ -177,7 +178,7 @@ def reference_values(
 ) -> dict[str, Tensor]:
     """Run the step of a plain copy in another precision, and return its values, averaged over the ranks."""
     default, ranks = torch.get_default_dtype(), steps.trainer.world_size
-    steps.state.undo()
+    steps.state.put_back()
     try:
         plain, batch = copy.deepcopy((module, steps.batch))
         batch = apply_to_collection(batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
@@ -189,7 +190,7 @@ def reference_values(
         make_comparable(plain.to(steps.device, dtype))
         torch.set_default_dtype(dtype)
         with turned_off(plain):
-            state = observe(plain)
+            state = state_of(plain)
             loss = training_loss(plain.training_step, plain, copy.deepcopy(batch))
             plain.backward(loss)
             values = steps.values(plain, loss, {})
@@ -207,10 +208,10 @@ def reference_values(
     return values
 
 
-def observe(module: nn.Module) -> Observation:
-    """Record what the steps of a module may change, and what each of them begins with."""
-    parts = [unwrapped(module), *(part for _, part in walk(module))]  # engines' units have a state of their own
-    return Observation("", parts, "", History(), generators=True, submodules=False)
+def state_of(module: nn.Module) -> ModuleState:
+    """Return what each step of a module begins with."""
+    parts = [part for _, part in walk(module)]  # engines' units have a state of their own
+    return ModuleState([unwrapped(module), *parts])
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor]:

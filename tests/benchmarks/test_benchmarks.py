@@ -152,6 +152,6 @@ def test_sequence_parallelism_halves_memory(worlds: Worlds) -> None:
     found = {row[0].text: [cell.text for cell in row[1:]] for row in sheet.rows}
     assert found["lt_tiled"][:4] == ["8", "2", "0", "1"]
     assert found["lt_tiled, activation checkpointing"][0] == "12"
-    assert found['lt_tiled, `keep="exchange"`'][0] == "8"
+    assert found['lt_tiled, `keep="attention"`'][0] == "8"
     assert found["DeepSpeed"][:2] == ["16", "4"]
     assert float(found["lt_tiled"][4]) < 0.55

@@ -83,10 +83,10 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("model", [TinyLM, tiny_llama])
 def test_keep_is_named_where_attention_is_long(model: Any) -> None:
     """After a long sequence the report names ``keep`` once, unless it is set; after a short one it does not."""
-    for tokens, keep, lines in ((32, None, 0), (256, None, 1), (256, "attention_output", 0)):
+    for tokens, keep, lines in ((32, None, 0), (256, None, 1), (256, "attention", 0)):
         net, ids = model(), torch.zeros(1, tokens, dtype=torch.long)
         policy = ActivationCheckpointing(keep=keep)  # type: ignore[arg-type]
         with prepare(net, activation_checkpointing=policy) as prepared:
             output = net(ids)
             lm_loss(getattr(output, "logits", output), ids).backward()
-            assert str(prepared.report().table().caption).count("keep='attention_output'") == lines
+            assert str(prepared.report().table().caption).count("keep='attention'") == lines

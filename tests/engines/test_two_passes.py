@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.engines.cells import draw, error_of, launch, set_up, step_on
+from tests.engines.cells import draw, launch, set_up, step_on
 from tests.engines.conftest import OnRanks
-from tests.models import Block, TinyLM, lm_loss
+from tests.models import TinyLM, lm_loss
 from tests.parity import near
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -65,68 +65,3 @@ def test_several_calls(engine: str, policies: str, on_ranks: OnRanks) -> None:
     """The losses are those of DDP whichever calls of a model the backward pass goes through."""
     plain, found = on_ranks.once(calls, "ddp", "untiled"), on_ranks(calls, engine, policies)
     assert found == [{name: near(losses) for name, losses in of_rank.items()} for of_rank in plain]
-
-
-class Changes(Block):
-    """Adds a buffer, multiplies with what no checkpoint restores, and collects a loss beside its output."""
-
-    collected: list[Tensor] = []
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.collects = False
-        self.register_buffer("shift", torch.zeros(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x * OTHER.gain + self.shift)
-        if self.collects:
-            self.collected.append(x.square().mean())
-        return x
-
-
-class OTHER:
-    """Looked into by no observation."""
-
-    gain = 1.0
-
-
-CHANGES: dict[str, Callable[[Changes], object]] = {
-    "buffer in place": lambda block: block.shift.add_(1),
-    "another class": lambda block: setattr(OTHER, "gain", 2.0),
-    "collected losses": lambda block: setattr(block, "collects", True),
-}
-
-
-def changed(engine: str, change: str) -> tuple[str, str]:
-    """The error of a step with a change between two forward passes."""
-    OTHER.gain = 1.0
-    Changes.collected.clear()
-    fabric = launch(engine, **POLICIES["both"])
-    net = TinyLM()
-    net.blocks = nn.ModuleList([Changes(), Changes()])
-    blocks = list(net.blocks)
-    model, optimizer = set_up(fabric, net, engine)
-    ids = draw((2, 24), 0)
-    first = lm_loss(model(ids), ids)
-    for block in blocks:
-        CHANGES[change](block)
-    loss = first + lm_loss(model(ids), ids)
-    try:
-        return error_of(lambda: step_on(fabric, optimizer, loss + sum(Changes.collected)))
-    finally:
-        fabric.strategy.release()
-
-
-@pytest.mark.parametrize(
-    ("engine", "change", "message"),
-    [
-        ("ddp", "buffer in place", "Changes.shift of shape [16] was changed in place"),
-        ("zero3", "another class", "its recompute computes other values"),
-        ("fsdp2", "collected losses", "was sharded again by FSDP"),
-    ],
-)
-def test_a_change_between_two_forward_passes(engine: str, change: str, message: str, on_ranks: OnRanks) -> None:
-    """What a recompute would silently compute otherwise than its forward pass is refused on all ranks."""
-    for kind, text in on_ranks(changed, engine, change):
-        assert kind
-        assert message in text

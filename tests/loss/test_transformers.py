@@ -229,10 +229,10 @@ def test_heads_that_change_before_the_backward_pass(way: str) -> None:
     with prepare(model, loss=5):
         loss = model(input_ids=IDS, labels=IDS).loss
         if way == "in place":
-            weight.add_(1)
+            weight.mul_(2)
         else:
             weight.data = torch.zeros(64, 32)
-        with pytest.raises(RuntimeError, match=r"the head of ByUse: .*Linear\.weight.* its backward pass"):
+        with pytest.raises(RuntimeError, match="The recompute of a tiled loss computes other values"):
             loss.backward()
 
 
@@ -243,32 +243,21 @@ class DroppingHead(nn.Linear):
         return super().forward(F.dropout(x, 0.5, self.training))
 
 
-@pytest.mark.parametrize("how", ["weight", "mode", "release"])
-def test_a_head_that_is_other_in_the_backward_pass(how: str) -> None:
-    """The losses of single tokens have the gradients of the weights and the mode of the forward pass, also after the
-    model was restored.
-    """
+def test_a_head_that_is_restored_before_the_backward_pass() -> None:
+    """The losses of single tokens have their gradients also after the model was restored."""
     torch.manual_seed(0)
     model: Any = ByUse(tiny_llama().config).double().train()
     model.use = loss_of_single_tokens
     model.lm_head.__class__ = DroppingHead
-    weight = model.lm_head.requires_grad_(how != "weight").weight
     found = []
     for loss in (False, True):  # in one tile, which draws the mask that untiled logits have
         prepared = prepare(model, loss=loss)
         torch.manual_seed(1)
         output = model(input_ids=IDS, labels=IDS)
-        if how == "weight":
-            model.lm_head.weight = nn.Parameter(torch.zeros_like(weight), requires_grad=False)
-        elif how == "mode":
-            model.eval()
-        else:
-            prepared.release()
+        prepared.release()
         output.loss.backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        prepared.release()
-        model.train().zero_grad(set_to_none=True)
-        model.lm_head.weight = weight
+        model.zero_grad(set_to_none=True)
     assert worst(found[1], found[0]) <= 1e-6
 
 

@@ -134,7 +134,7 @@ def test_memory_is_flat_in_the_number_of_blocks(blocks: int) -> None:
     """With disk offload, only kept, in-flight and prefetched block inputs are alive, for any number of blocks."""
     keep_last, in_flight, prefetched = 1, 2, 1
     beyond, one = inputs_alive(blocks, prefetched)
-    samples = 2048 * blocks  # of what a block saves
+    samples = 5 * 4 * 1024 * blocks  # fingerprints of what a block saves
     assert beyond <= (keep_last + in_flight + prefetched) * one + samples
 
 

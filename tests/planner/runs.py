@@ -82,9 +82,10 @@ class Watch(pl.Callback):
 def measured(strategy: Any, module: type[CausalLM] = CausalLM, tokens: int = TOKENS, **kwargs: Any) -> int:
     """The peak of live bytes of a real step, from before the model was made.
 
-    A plan leaves out the fingerprints of tiles, of up to 8 KiB a call, which are much next to a model as small as this.
+    A plan leaves out the fingerprints, of up to 20 KiB a block, which are much next to a model as small as this.
     """
-    with mock.patch("lt_tiled.recompute.compare.ROWS", 1), Resizing() as ledger:
+    compare, saved = "lt_tiled.recompute.compare.ROWS", "lt_tiled.recompute.saved.ROWS"
+    with mock.patch(compare, 1), mock.patch(saved, 1), Resizing() as ledger:
         watch = Watch(ledger)
         run = trainer(
             strategy(),

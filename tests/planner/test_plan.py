@@ -178,7 +178,7 @@ def test_cheapest() -> None:
     lavish, tight = (cheapest(base, memory, tokens) for memory in (needed[0], needed[1] * 3 // 4))
     assert (lavish.settings.tiling, lavish.settings.activation_checkpointing) == (None, None)
     assert tight.settings.tiling is not None
-    assert tight.settings.activation_checkpointing == ActivationCheckpointing(keep="attention_output")
+    assert tight.settings.activation_checkpointing == ActivationCheckpointing(keep="attention")
     assert tight.peak <= needed[1] * 3 // 4
     with pytest.raises(
         DoesNotFitError,

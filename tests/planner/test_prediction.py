@@ -42,22 +42,21 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "activation checkpointing": (1, {"tiling": None, "activation_checkpointing": True}),
     "outputs of operators": (
         1,
-        {"tiling": None, "activation_checkpointing": ActivationCheckpointing(policy=["aten.mm.default"])},
+        {"tiling": None, "activation_checkpointing": ActivationCheckpointing(keep=["aten.mm.default"])},
     ),
     "tiled": (1, {}),
     "disk": (1, {"activation_checkpointing": ActivationCheckpointing(offload="disk")}),
     "attention kept": (1, {"activation_checkpointing": ActivationCheckpointing(keep="attention")}),
     "output kept, offloaded": (
         1,
-        {"activation_checkpointing": ActivationCheckpointing(keep="attention_output", offload="cpu", prefetch=1)},
+        {"activation_checkpointing": ActivationCheckpointing(keep="attention", offload="cpu", prefetch=1)},
     ),
     "2 ranks, attention kept": (2, {"activation_checkpointing": ActivationCheckpointing(keep="attention")}),
-    "2 ranks, exchange kept": (2, {"activation_checkpointing": ActivationCheckpointing(keep="exchange")}),
     "4 ranks": (4, {}),
     "4 ranks, offloaded": (4, {"activation_checkpointing": ActivationCheckpointing(offload="disk")}),
 }
 """How many ranks share each sequence, and policies; without a tiling of None the loss is in tiles, too."""
-STATES = ("tiled", "attention kept", "2 ranks, attention kept", "2 ranks, exchange kept", "4 ranks, offloaded")
+STATES = ("tiled", "attention kept", "2 ranks, attention kept", "4 ranks, offloaded")
 CASES: dict[str, tuple[str, ...]] = {
     "llama": tuple(RUNS),
     "LoRA": ("plain", "tiled"),

@@ -178,7 +178,7 @@ def test_settings_keep_attention_where_it_fits() -> None:
         module = CausalLM({**LLAMA, "num_hidden_layers": 2})
     base = make_job(module, TextFiles(seq_len=4096), {"strategy": "tiled", "accelerator": "cpu", "devices": 1})
     recomputed = replace(base.settings, tiling=None, activation_checkpointing=ActivationCheckpointing(keep=None))
-    policy = ActivationCheckpointing(keep="attention_output")
+    policy = ActivationCheckpointing(keep="attention")
     rungs = {"recomputed": recomputed}
     kept = plan(base, 4096, replace(recomputed, activation_checkpointing=policy))
     with pytest.MonkeyPatch.context() as patch:

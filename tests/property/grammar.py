@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import tile
-from lt_tiled.checkpointing import BlockPatch, patch_block
+from lt_tiled.recompute.blocks import BlockPatch, patch_block
 from tests.property.parts import MODULES, OTHER_MODULES, OTHERS, POSITION_WISE, H, build
 
 Values = dict[str, Any]
@@ -430,7 +430,7 @@ def _run(case: Case, tiled: bool) -> Values:
     if tiled:
         tile(module, num_shards=case.tiles)
         if case.checkpointed:
-            patch_block(module, BlockPatch())
+            patch_block(module, BlockPatch("block"))
     BEFORE[case.before](case)(module)
     call = AROUND[case.around](module)
     if isinstance(call, Composed):

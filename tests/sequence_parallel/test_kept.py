@@ -24,23 +24,22 @@ LAYERS = 3
 EVERYTHING: dict[str, Any] = {"offload": "disk"}
 
 
-@pytest.mark.table("llama-.*-attention|(gemma 3|packed)-.*-exchange|(llama|hand-written)-.*-attention_output")
-@pytest.mark.parametrize("keep", ["exchange", "attention", "attention_output"])
+@pytest.mark.table("(llama|hand-written)-.*")
 @pytest.mark.parametrize(
     ("name", "fields"),
     [(name, {}) for name in ("packed", "gemma 3", "hand-written")] + [("llama", EVERYTHING)],
     ids=str,
 )
-def test_gradients(name: str, fields: dict[str, Any], keep: Any, four_ranks: World) -> None:
+def test_gradients(name: str, fields: dict[str, Any], four_ranks: World) -> None:
     """Loss and gradients do not depend on what is kept, nor on where."""
-    policies: dict[str, Any] = {"activation_checkpointing": ActivationCheckpointing(keep=keep, **fields)}
+    policies: dict[str, Any] = {"activation_checkpointing": ActivationCheckpointing(keep="attention", **fields)}
     if fields:
         policies["tiling"] = Tiling(3, self_check=False)
     for found in four_ranks(errors, [name], 2, policies):
         assert found[name] < (3e-7 if "tiling" in policies else CASES[name].error)
 
 
-@pytest.mark.parametrize(("keep", "count"), [(None, 6), ("exchange", 4), ("attention", 4), ("attention_output", 6)])
+@pytest.mark.parametrize(("keep", "count"), [(None, 6), ("attention", 4)])
 def test_collectives(keep: Any, count: int, four_ranks: World) -> None:
     """A layer makes two all-to-alls in the forward pass and two in the backward pass, and two in its recompute unless
     they are kept; a step makes one all-reduce for the loss, and nothing else.
@@ -49,9 +48,9 @@ def test_collectives(keep: Any, count: int, four_ranks: World) -> None:
         assert found == {"all_to_all": count * LAYERS, "group_mean": 1}
 
 
-@pytest.mark.parametrize(("keep", "count"), [(None, 2), ("exchange", 2), ("attention", 1), ("attention_output", 1)])
+@pytest.mark.parametrize(("keep", "count"), [(None, 2), ("attention", 1)])
 def test_attention_runs(keep: Any, count: int, four_ranks: World) -> None:
-    """Where attention or its output is kept, it is not computed in the recompute."""
+    """Where attention is kept, it is not computed in the recompute."""
     for found in four_ranks(collectives, LAYERS, keep, True):
         assert found["attention"] == count * LAYERS
 
@@ -60,7 +59,7 @@ def test_attention_runs(keep: Any, count: int, four_ranks: World) -> None:
 def test_one_rank(name: str) -> None:
     """One rank alone keeps attention: the same gradients without a second run of it in the recompute."""
     model, inputs, found = CASES[name].build(), CASES[name].inputs(), {}
-    keeps: list[Any] = [None, "attention", "attention_output"]
+    keeps: list[Any] = [None, "attention"]
     for keep in keeps:
         model.zero_grad(set_to_none=True)
         policy = ActivationCheckpointing(keep=keep)
@@ -68,39 +67,21 @@ def test_one_rank(name: str) -> None:
             value_of(model(**inputs)).backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
         found[keep] = counts.found["attention"], gradients
-    assert [count for count, _ in found.values()] == [2 * 2, 2, 2]
+    assert [count for count, _ in found.values()] == [2 * 2, 2]
     torch.testing.assert_close(found["attention"][1], found[None][1])
-    torch.testing.assert_close(found["attention_output"][1], found[None][1])
 
 
-def test_second_derivative() -> None:
-    """It is refused where blocks keep attention, with the remedy."""
-    model, inputs = CASES["llama"].build(), CASES["llama"].inputs()
-    with lt_tiled.prepare(model, activation_checkpointing=ActivationCheckpointing(keep="attention")):
-        loss = value_of(model(**inputs))
-        with pytest.raises(RuntimeError, match=r"cannot be differentiated \(create_graph=True\): set keep=None"):
-            torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
-
-
-@pytest.mark.parametrize("keep", ["attention", "attention_output"])
-def test_dropout(keep: Any) -> None:
+def test_dropout() -> None:
     """Dropout behind attention that is not computed again has the mask of the forward pass."""
     model, inputs = causal("gpt2", resid_pdrop=0.3, attn_pdrop=0.3)(), CASES["llama"].inputs()
     found = []
-    for policy in (None, ActivationCheckpointing(keep=keep)):
+    for policy in (None, ActivationCheckpointing(keep="attention")):
         torch.manual_seed(0)
         with lt_tiled.prepare(model, activation_checkpointing=policy) if policy else nullcontext():
             value_of(model(**inputs)).backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
         model.zero_grad()
     torch.testing.assert_close(*found)
-
-
-def test_one_rank_exchanges_nothing() -> None:
-    """What one rank exchanges cannot be kept, and the message says so."""
-    policy = ActivationCheckpointing(keep="exchange")
-    with pytest.raises(ValueError, match="one rank exchanges nothing: leave it out"):
-        lt_tiled.prepare(gpt()(), activation_checkpointing=policy)
 
 
 class LearnedBias(HeadsOnly):
@@ -139,11 +120,10 @@ def error_of_learned_bias(size: int, keep: Any) -> float:
         return worst(step(model, x), true)
 
 
-@pytest.mark.parametrize("keep", ["attention", "attention_output"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_learned_bias(size: int, keep: Any, world: World) -> None:
-    """What attention reads besides its inputs has its gradient: such attention is computed again."""
-    for error in world(error_of_learned_bias, size, keep):
+def test_learned_bias(size: int, world: World) -> None:
+    """What attention reads besides its inputs has its gradient."""
+    for error in world(error_of_learned_bias, size, "attention"):
         assert error < 1e-12
 
 
@@ -169,13 +149,12 @@ class ComplexRope(HeadsOnly):
         return x
 
 
-@pytest.mark.parametrize("keep", ["attention", "attention_output"])
-def test_complex_views(keep: Any) -> None:
-    """A saved tensor that is another dtype's view of an input is kept, and not taken from the recomputed input."""
+def test_complex_views() -> None:
+    """Attention of a view of complex numbers has the gradients of no recompute."""
     torch.manual_seed(0)
     model, x = ComplexRope().double(), torch.randn(2, 13, 32, dtype=torch.float64)
     true = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    with lt_tiled.prepare(model, activation_checkpointing=ActivationCheckpointing(keep=keep)):
+    with lt_tiled.prepare(model, activation_checkpointing=ActivationCheckpointing(keep="attention")):
         found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     torch.testing.assert_close(found, true)
 
@@ -196,10 +175,10 @@ class NoAttention(nn.Module):
 def test_nothing_to_keep(caplog: pytest.LogCaptureFixture) -> None:
     """A block without attention is recomputed, and one line says so."""
     caplog.set_level("INFO")
-    policy = ActivationCheckpointing(keep="attention_output", targets=["blocks.*"])
+    policy = ActivationCheckpointing(keep="attention", targets=["blocks.*"])
     with lt_tiled.prepare(model := NoAttention(), activation_checkpointing=policy):
         model(torch.randn(1, 4, 8)).sum().backward()
-    assert caplog.text.count("Sequential has no attention_output to keep, so all of it is recomputed") == 1
+    assert caplog.text.count("blocks.0 (Sequential): nothing was kept, so all of it is recomputed") == 1
 
 
 def frozen_below() -> float:
@@ -228,7 +207,7 @@ def test_reads_of_values(name: str, world: World) -> None:
         assert shared <= without
 
 
-@pytest.mark.parametrize("keep", [None, "exchange", "attention"])
+@pytest.mark.parametrize("keep", [None, "attention"])
 def test_second_backward_pass(keep: Any, four_ranks: World) -> None:
     """``retain_graph=True`` allows a second backward pass with the same gradients."""
     for first, second in four_ranks(twice, keep):

@@ -23,7 +23,7 @@ from lt_tiled import (
     TiledSingleDeviceStrategy,
     Tiling,
 )
-from lt_tiled.checkpointing import find_checkpointable
+from lt_tiled.recompute.blocks import find_checkpointable
 from tests.lit import LitTiny, logged, replaced, trainer
 from tests.models import Block, TinyLM
 from tests.parity import near

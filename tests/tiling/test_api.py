@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled import Tiling, tile, untile
-from lt_tiled.checkpointing import BlockPatch, patch_block
 from lt_tiled.modules.patch import get_patch, remove_patch
 from lt_tiled.modules.targets import find_tileable
+from lt_tiled.recompute.blocks import BlockPatch, patch_block
 from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, TinyLM, tiny_llama
@@ -215,7 +215,7 @@ def test_two_patches_are_removed_in_any_order() -> None:
         module = GatedMLP()
         before = dict(module.__dict__)
         tile(module, num_shards=4)
-        patch_block(module, BlockPatch())
+        patch_block(module, BlockPatch("block"))
         x = randn(1, 20, H)
         module(x).sum().backward()
         for undo in order:

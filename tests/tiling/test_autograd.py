@@ -23,9 +23,9 @@ from torch.utils.checkpoint import (
 
 from lt_tiled import TwoThreadsError, prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
+from lt_tiled.recompute.mode import RandomState
 from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch
-from lt_tiled.tiling.recompute import RandomState
 from lt_tiled.tiling.weights import _USED
 from tests.interrupts import interrupted_at
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, tiny_llama

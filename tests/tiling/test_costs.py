@@ -225,8 +225,8 @@ def test_profiler_sees_the_same_peaks_of_a_model() -> None:
                 model.zero_grad(set_to_none=True)
                 peaks.append(meter(lambda: lm_loss(model(ids), ids).backward()))
     untiled, profiled, tiled, tiled_profiled = peaks[2], peaks[3], peaks[6], peaks[7]
-    assert abs(profiled - untiled) <= 8 * 1024
-    assert abs(tiled_profiled - tiled) <= 8 * 1024
+    assert abs(profiled - untiled) <= 12 * 1024
+    assert abs(tiled_profiled - tiled) <= 12 * 1024
     assert tiled_profiled < profiled
 
 

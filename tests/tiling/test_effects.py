@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_tiled import NotPositionWiseError, Tiling, prepare, tile
+from lt_tiled.recompute.mode import RandomState
 from lt_tiled.tiling import check
-from lt_tiled.tiling.recompute import RandomState
 from tests.models import AttachedLoss, GatedMLP, H
 from tests.parity import randn
 from tests.world import World

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lt_tiled import NotPositionWiseError, Tiling, prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
+from lt_tiled.recompute.mode import RandomState
 from lt_tiled.tiling import check as module_of_the_check
 from lt_tiled.tiling.patch import TiledPatch
-from lt_tiled.tiling.recompute import RandomState
 from tests.models import GatedMLP, H, PlainMLP, RoutedMLP
 from tests.parity import less_accurate, randn
 from tests.property.grammar import Case, Composed, differences, refused, run

@@ -1,5 +1,11 @@
 """Activation checkpointing of blocks: which blocks, which of their inputs are saved, and where they are offloaded.
 
+NOTE [What a recompute finds]
+A block's recompute begins with what its forward pass began with: its tensor arguments, torch's random states, autocast,
+the default dtype, the kernels that attention may use, the ranks that share the sequence, and buffers of up to 1 MiB.
+After it there is again what stood there before. Everything else that code reads is as it is then: where the recompute
+computes other values, the backward pass is refused (``compare.py``). Side effects in Python happen twice.
+
 NOTE [What is offloaded]
 A block's hidden states are offloaded: its first floating-point argument of two or more dimensions, and the arguments of
 the same shape that require a gradient, such as a separate residual stream. Of these tensors, the following stay on the
@@ -18,9 +24,8 @@ offloader.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
@@ -31,21 +36,19 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled._log import inform, warn
-from lt_tiled.determinism import DETERMINISM_CHECK, BlockSamples
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.kept import Kept
 from lt_tiled.modules.blocks import find_blocks
-from lt_tiled.modules.cache import by_name
+from lt_tiled.modules.cache import by_name, has_cache
 from lt_tiled.modules.find import find_named, walk_all
 from lt_tiled.modules.patch import Order, Patch, set_patch
 from lt_tiled.offload.offloader import OffloadedTensor, Offloader
 from lt_tiled.offload.tensors import movable, storage_key, view_key
-from lt_tiled.policies import ActivationCheckpointing, Keep
-from lt_tiled.selective import Chooses, Selective
-from lt_tiled.sequence_parallel.attention import AttentionMode
-from lt_tiled.sequence_parallel.region import Region, current, entered, is_backward
-from lt_tiled.tiling.observe import History, Observation, is_recomputing, recomputing, restored
-from lt_tiled.tiling.recompute import CallCounter, Due, Precision, in_checkpoint, is_transformed
+from lt_tiled.policies import ActivationCheckpointing
+from lt_tiled.recompute.buffers import Buffers
+from lt_tiled.recompute.keep import Chooses, Kept, keeps_attention
+from lt_tiled.recompute.mode import Precision, in_checkpoint, is_backward, is_transformed
+from lt_tiled.recompute.saved import COMPARED, BlockHistory, BlockSamples
+from lt_tiled.sequence_parallel.region import current, entered
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,14 @@ class BlockOffload:
     offloader: Offloader
     block: str  # as errors name it
     model: nn.Module  # whose weights are never offloaded
+
+    def pack(self, tensor: Tensor, kept: bool = False) -> Tensor | OffloadedTensor:
+        """Offload a tensor."""
+        return self.offloader.pack(tensor, self.block, kept)
+
+    def unpack(self, packed: Tensor | OffloadedTensor) -> Tensor:
+        """Return what was offloaded."""
+        return self.offloader.unpack(packed)
 
     def of_inputs(self, tensors: list[Tensor]) -> saved_tensors_hooks:
         """Return hooks that offload the hidden states among the inputs of a call."""
@@ -67,9 +78,9 @@ class BlockOffload:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
             is_input = movable(tensor) and view_key(tensor) in views
-            return self.offloader.pack(tensor, self.block) if is_input else tensor
+            return self.pack(tensor) if is_input else tensor
 
-        return saved_tensors_hooks(pack, torch.compiler.disable(self.offloader.unpack))
+        return saved_tensors_hooks(pack, torch.compiler.disable(self.unpack))
 
 
 @dataclass(eq=False, repr=False)
@@ -81,18 +92,21 @@ class BlockPatch(Patch):
     """Whether the model itself recomputed the block in a call so far."""
     longest = (0, 0)
     """The tokens and the hidden size of the longest sequence of which it recomputed a call so far."""
+    name: str
+    """The block's path and class, for messages."""
     offload: BlockOffload | None = None
-    keep: Keep | None = None
-    mode: AttentionMode | None = None
-    """Finds attention in blocks that call ``F.scaled_dot_product_attention`` themselves, so that it can be kept."""
-    chooses: Chooses | None = None
-    history: History = field(default_factory=History)
-    runs: CallCounter = field(default_factory=CallCounter)
+    keep: Chooses | None = None
+    """The operators whose outputs are kept."""
+    finds_attention: bool = False
+    """Whether attention functions inside are found by a mode, and not wrapped themselves."""
+    raises: bool = True
+    """Whether a recompute with other values raises, and does not only warn."""
+    history: BlockHistory = field(default_factory=BlockHistory)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, BlockPatch)
-        copy.history, copy.runs = History(), CallCounter()
+        copy.history = BlockHistory()
         return copy
 
     def compiles(self, module: nn.Module) -> bool:
@@ -101,11 +115,11 @@ class BlockPatch(Patch):
         The compiler fails on such views while the gradients are sharded.
         """
         views = not isinstance(next(module.parameters(), None), nn.Parameter)
-        return self.mode is None and self.chooses is None and not views
+        seen = self.keep is not None and (self.finds_attention or self.keep is not keeps_attention)
+        return not seen and not views
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block, and recompute it in the backward pass if one may follow."""
-        due = self.runs.begin()
         if _checkpoints_itself(module):
             return self.inner(module, *args, **kwargs)
         if _is_recomputed_by_others(module) or is_transformed():
@@ -113,89 +127,65 @@ class BlockPatch(Patch):
             return self.inner(module, *args, **kwargs)
         if not torch.is_grad_enabled():
             return self.inner(module, *args, **kwargs)
-        return self.checkpointed(module, due, args, kwargs)
+        if has_cache(by_name(type(module).forward, args, kwargs)):
+            kind = type(module).__name__
+            warn(
+                f"{kind} runs without activation checkpointing, whose recompute would fill its key-value cache twice:"
+                " pass use_cache=False to train with less memory.",
+                once=f"cache {kind}",
+            )
+            return self.inner(module, *args, **kwargs)
+        return self.checkpointed(module, args, kwargs)
 
-    def checkpointed(self, module: nn.Module, due: Due, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block so that only its tensor arguments are saved, and the rest is recomputed in the backward pass.
-
-        All tensors, including those in keywords and tuples, are passed to torch's checkpoint by position: torch saves
-        positional tensors through the saved-tensors hooks, and keeps all others in a closure.
-        """
-        offload = self.offload
+    def checkpointed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block so that only its tensor arguments are saved, and the rest is recomputed in the backward pass."""
+        # 1. All tensors, including those in keywords and tuples, are passed to torch's checkpoint by position: torch
+        # saves positional tensors through the saved-tensors hooks, and keeps all others in a closure.
         tensors, call_with = _split(args, kwargs)
-        region = current()
-        keeps = self.keeps(tensors[0].device) if tensors and (self.keep or self.chooses) else None
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
-        observed = self.observe(module, args, kwargs)
-        compared = None
+        # 2. What the recompute begins with.
+        call = BlockCall(self, module, hidden)
         if hidden is not None:
-            tokens = hidden.shape[-2] if region is None else region.total
+            tokens = hidden.shape[-2] if call.region is None else call.region.total
             self.longest = max(self.longest, (tokens, hidden.shape[-1]))
-            compared = BlockSamples(observed, hidden, due, self.chooses is not None)
-        modes = [Precision.now(t.device) for t in tensors[:1]]
-        has_gradient = any(t.requires_grad for t in tensors)  # the closure must not hold the tensors
-        runs = count()
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def block(*given: Tensor) -> Any:
-            if next(runs) > 0:
-                with _repeated(observed, modes), self.inside(region, keeps):
-                    inner_args, inner_kwargs = call_with(given)
-                    return self.inner(module, *inner_args, **inner_kwargs)
             inner_args, inner_kwargs = call_with(given)
-            with self.inside(region, keeps), nullcontext() if compared is None else compared.forward():
-                output = self.inner(module, *inner_args, **inner_kwargs)
-            if keeps is not None and has_gradient:
-                self.note_found(module, keeps)
-            observed.end_forward()
-            return output
+            with call.begun():
+                return self.inner(module, *inner_args, **inner_kwargs)
 
-        check = "default" if compared is None else DETERMINISM_CHECK
-        # Inside the block torch's own hooks are on top of these, so these see the block's inputs and nothing else.
-        with nullcontext() if offload is None else offload.of_inputs(tensors):
-            return checkpoint(block, *tensors, use_reentrant=False, determinism_check=check)
+        # 3. Inside the block torch's own hooks are on top of the offloader's, so these see the block's inputs alone.
+        with nullcontext() if self.offload is None else self.offload.of_inputs(tensors):
+            output = checkpoint(block, *tensors, use_reentrant=False, determinism_check=COMPARED)
+        if call.kept is not None and not call.kept.values:
+            inform(f"{self.name}: nothing was kept, so all of it is recomputed", once=f"kept {type(module).__name__}")
+        return output
 
-    def observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Observation:
-        """Return what the block can read now, its arguments among it."""
-        arguments = by_name(type(module).forward, args, kwargs)
-        remedy = "leave the block out of ActivationCheckpointing(targets=...)"
-        return Observation(type(module).__name__, (module,), remedy, self.history, arguments, generators=True)
+
+class BlockCall:
+    """One forward pass of a block, and its recompute: see NOTE [What a recompute finds]. It holds no argument."""
+
+    def __init__(self, patch: BlockPatch, module: nn.Module, hidden: Tensor | None) -> None:
+        self.region, self.ran = current(), False
+        device = torch.device("cpu") if hidden is None else hidden.device
+        self.precision, self.buffers = Precision.now(device), Buffers(module.modules())
+        self.samples = BlockSamples(patch.name, patch.raises, hidden, patch.history, self.buffers.ids)
+        self.kept: Kept | None = None
+        if patch.keep is not None:
+            self.kept = Kept(patch.keep, patch.finds_attention, device, patch.offload)
 
     @contextmanager
-    def inside(self, region: Region | None, keeps: Kept | None) -> Iterator[None]:
-        """Run a block in the region of its forward pass, with what it keeps, in both passes."""
-        needs_mode = keeps is not None and (region is None or region.mode is None)
-        with ExitStack() as stack:
-            if region is not None:
-                stack.enter_context(entered(region))
-            if self.mode is not None and needs_mode:
-                stack.enter_context(self.mode)
-            if keeps is not None:
-                stack.enter_context(keeps.begun())
-                if self.chooses is not None:
-                    stack.enter_context(Selective(self.chooses, keeps))
-            yield
-
-    def keeps(self, device: torch.device) -> Kept:
-        """Return what a call keeps for its recompute."""
-        if self.offload is None:
-            return Kept(self.keep, device)
-        offloader, block = self.offload.offloader, self.offload.block
-        return Kept(self.keep, device, lambda tensor: offloader.pack(tensor, block, kept=True), offloader.unpack)
-
-    def note_found(self, module: nn.Module, keeps: Kept) -> None:
-        """Log once if there was nothing to keep."""
-        kind = type(module).__name__
-        for asked, found in zip((self.keep, self.chooses and "output that policy chooses"), keeps.found, strict=True):
-            if asked and not found:
-                inform(f"{kind} has no {asked} to keep, so all of it is recomputed", once=f"no {asked} {kind}")
-
-
-@contextmanager
-def _repeated(observed: Observation, modes: Sequence[Precision]) -> Iterator[None]:
-    """Compute a block with what its forward pass read."""
-    with restored(observed, "the recompute"), recomputing(), modes[0].context() if modes else nullcontext():
-        yield
+    def begun(self) -> Iterator[None]:
+        """Run the block inside: its forward pass the first time, and then its recompute."""
+        kept = nullcontext() if self.kept is None else self.kept.begun()
+        if not self.ran:
+            self.ran = True
+            with entered(self.region), kept, self.samples.forward():
+                yield
+        else:
+            with self.buffers.in_place(), self.precision.context(), entered(self.region), kept:
+                yield
 
 
 def patch_block(module: nn.Module, patch: BlockPatch) -> None:
@@ -246,7 +236,7 @@ def turn_off_own_checkpointing(model: nn.Module) -> list[nn.Module]:
 
 def _is_recomputed_by_others(block: nn.Module) -> bool:
     """Whether code around a block recomputes it: torch's checkpoint, or in its backward pass another Function."""
-    if not (in_checkpoint() or (is_backward() and torch.is_grad_enabled() and not is_recomputing())):
+    if not (in_checkpoint() or (is_backward() and torch.is_grad_enabled())):
         return False
     kind = type(block).__name__
     inform(

@@ -1,0 +1,211 @@
+"""What a recompute finds as its forward pass found it: random state, autocast, default dtype and kernels of attention.
+
+And what surrounds both: modes, hooks on saved tensors, transforms and other activation checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.backends import cuda as sdpa  # its settings are for all devices
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from lt_tiled._log import inform
+
+# Random numbers
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The states of the random generators that a module on ``device`` draws from."""
+
+    device: torch.device
+    cpu: Tensor
+    accelerator: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RandomState:
+        """Return the current states."""
+        accelerator = None if device.type in ("cpu", "meta") else torch.get_device_module(device).get_rng_state(device)
+        return cls(device, torch.get_rng_state(), accelerator)
+
+    def set(self) -> None:
+        """Make them the current states."""
+        torch.set_rng_state(self.cpu)
+        if self.accelerator is not None:
+            torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
+
+    def same_as(self, other: RandomState) -> bool:
+        """Whether both would give the same random numbers."""
+        with _disable_current_modes():  # states are real tensors, also where a model runs on fake ones
+            pairs = ((self.cpu, other.cpu), (self.accelerator, other.accelerator))
+            return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+
+
+@contextmanager
+def random_state_kept(device: torch.device, start: RandomState | None = None) -> Iterator[None]:
+    """Restore the generators at the end; inside, let them begin at ``start``."""
+    before = RandomState.now(device)
+    try:
+        if start is not None:
+            start.set()
+        yield
+    finally:
+        before.set()
+
+
+# Precision and kernels
+
+
+def _kernels() -> tuple[bool, ...]:
+    """Return which kernels of ``F.scaled_dot_product_attention`` are enabled."""
+    return (
+        sdpa.flash_sdp_enabled(),
+        sdpa.mem_efficient_sdp_enabled(),
+        sdpa.math_sdp_enabled(),
+        sdpa.cudnn_sdp_enabled(),
+    )
+
+
+_KERNELS = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.CUDNN_ATTENTION,
+)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Torch's default dtype, ``torch.autocast`` for a device and the CPU, and the kernels that attention may use."""
+
+    kind: str
+    default: torch.dtype
+    cache: bool
+    settings: tuple[tuple[str, bool, torch.dtype], ...]
+    """Kind of device, whether autocast is enabled, its dtype. Devices without autocast have none."""
+    kernels: tuple[bool, ...]
+    """Those that ``torch.nn.attention.sdpa_kernel`` enables."""
+
+    @classmethod
+    def now(cls, device: torch.device) -> Precision:
+        """Return the current settings."""
+        settings: list[tuple[str, bool, torch.dtype]] = []
+        for kind in dict.fromkeys((device.type, "cpu")):
+            if torch.amp.is_autocast_available(kind):
+                settings.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+        cache = torch.is_autocast_cache_enabled()
+        return cls(device.type, torch.get_default_dtype(), cache, tuple(settings), _kernels())
+
+    @cached_property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of autocast on the device where it is enabled."""
+        for kind, enabled, dtype in self.settings:
+            if enabled and kind == self.kind:
+                return dtype
+        return None
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Apply these settings."""
+        before = torch.get_default_dtype()
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.settings:
+                if (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) != (enabled, dtype):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, self.cache))
+            if self.kernels != _kernels():
+                enabled_now = [kernel for kernel, enabled in zip(_KERNELS, self.kernels, strict=True) if enabled]
+                stack.enter_context(sdpa_kernel(enabled_now))
+            torch.set_default_dtype(self.default)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
+
+    def disabled(self) -> AbstractContextManager[object]:
+        """Disable autocast inside of these settings, if they enable it."""
+        return nullcontext() if self.dtype is None else torch.autocast(self.kind, enabled=False)
+
+
+# Modes, hooks and transforms around
+
+
+@contextmanager
+def hidden_from_modes(tensor: Tensor) -> Iterator[None]:
+    """Hide what runs on a tensor from FlopCounterMode and other modes, but for that of fake tensors."""
+    fake = getattr(tensor, "fake_mode", None)
+    with _disable_current_modes(), nullcontext() if fake is None else fake:
+        yield
+
+
+_SELECTIVE = ("torch.utils.checkpoint", "lt_tiled.recompute.keep")
+
+
+@contextmanager
+def hidden_from_checkpoints() -> Iterator[None]:
+    """Hide what runs from selective activation checkpoints, which would keep it, and expect it in the recompute."""
+    modes = _get_current_dispatch_mode_stack()
+    others = [mode for mode in modes if type(mode).__module__ not in _SELECTIVE]
+    with ExitStack() as stack:
+        if len(others) < len(modes):
+            stack.enter_context(_disable_current_modes())
+            for mode in others:
+                stack.enter_context(mode)
+        yield
+
+
+class PlainSavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Hides the saved tensors of a graph from other hooks, such as those of an offloader."""
+
+    def __init__(self) -> None:
+        super().__init__(without_graph, lambda packed: packed)
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """Return what is saved: an output that its own node holds through a hook would keep the node alive."""
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
+def saved_tensors_hooks() -> Any:
+    """Return the hooks that see the saved tensors of a graph that is made now; ``None`` without."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # no public name
+
+
+def in_checkpoint() -> bool:
+    """Whether torch's activation checkpoint runs this code, or its recompute."""
+    hooks = saved_tensors_hooks()
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return name.startswith(("_checkpoint_hook", "_recomputation_hook"))
+
+
+def is_transformed() -> bool:
+    """Whether this code runs under what autograd Functions and checkpoints cannot follow, which is logged once."""
+    if torch._C._are_functorch_transforms_active():
+        transform = "torch.func"
+    elif forward_ad._current_level >= 0:
+        transform = "forward-mode differentiation"
+    elif parametrize._cache_enabled:
+        transform = "torch.nn.utils.parametrize.cached()"  # whose cache the first tile would fill, without a graph
+    else:
+        return False
+    inform(f"under {transform} nothing runs in tiles or with lt_tiled's activation checkpointing", once=transform)
+    return True
+
+
+def is_backward() -> bool:
+    """Whether a backward pass runs in this thread."""
+    return torch._C._current_graph_task_id() != -1  # no public name
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version

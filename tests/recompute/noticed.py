@@ -1,0 +1,175 @@
+"""Ways in which a recompute can read something else than its forward pass read, and a block that reads all of it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.models import H
+
+SWITCH = {"scale": 1.5}
+LOCAL = threading.local()
+VARIABLE = ContextVar("variable", default=1.5)
+LARGE = 2**18 + H
+"""So many elements take more than 1 MiB."""
+
+
+class Namespace:
+    gain = 1.5
+    value = 1.5
+    path = ""
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1.5
+
+
+def _closure() -> tuple[Callable[[], float], Callable[[float], None]]:
+    value = 1.5
+
+    def assign(new: float) -> None:
+        nonlocal value
+        value = new
+
+    return lambda: value, assign
+
+
+class Reads(nn.Module):
+    """An MLP that reads numbers, tensors and functions from many places."""
+
+    shift = 1.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, 3 * H), nn.Linear(3 * H, H, bias=False)
+        self.frozen = nn.Linear(H, H, bias=False).requires_grad_(False)
+        self.register_buffer("mean", torch.full((H,), 0.5))
+        self.register_buffer("table", torch.full((LARGE,), 1.5))
+        self.factor, self.act, self.slots = 1.5, torch.tanh, Slotted()
+        self.options: dict[str, list[float]] = {"power": [1.5]}
+        self.offset, self.tensors, self.array = torch.ones(H), [torch.ones(H)], np.full(1, 1.5)
+        self.unregistered = [nn.LayerNorm(H).requires_grad_(False)]
+        self.read, self.assign = _closure()
+        self.draw: Callable[[], float] = float
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        numbers = [self.factor, getattr(self, "new", 1.5), self.slots.value, self.options["power"][0], self.shift]
+        numbers += [getattr(type(self), "late", 1.5), SWITCH["scale"], Namespace.gain, float(self.array[0])]
+        numbers += [getattr(LOCAL, "gain", 1.5), VARIABLE.get(), self.read(), self.draw() + 1.5]
+        if Namespace.path:
+            with open(Namespace.path) as file:
+                numbers.append(float(file.read()))
+        h = self.unregistered[0]((x - self.mean) * mask) * self.tensors[0] + self.offset * self.table[:H]
+        h = self.frozen(h) * float(np.prod(np.array(numbers) / 1.5)) * torch.full((), 1.0 / 3.0)
+        return self.down(F.dropout(self.act(self.up(h)), 0.25, self.training))
+
+
+class ReadsBlock(Reads):
+    """The same behind attention and in front of a residual connection."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q = x[:, None]
+        return x + super().forward(F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0], mask)
+
+
+Change = Callable[[Any, Tensor], Any]
+"""What happens between the passes to a module, and to the mask that it was given."""
+
+
+def write_file(text: str) -> None:
+    with open(Namespace.path, "w") as file:
+        file.write(text)
+
+
+def _wrap(m: Reads) -> None:
+    m.up = nn.Sequential(m.up, nn.Linear(3 * H, 3 * H))
+
+
+REPLACED = nn.Linear(H, H, bias=False)
+CHANGES: dict[str, Change] = {
+    "buffer in place": lambda m, _: m.mean.add_(1),
+    "buffer, replaced": lambda m, _: setattr(m, "mean", m.mean + 1),
+    "buffer, by its data": lambda m, _: m.mean.data.add_(1),
+    "large buffer": lambda m, _: m.table.mul_(2),
+    "weight in place": lambda m, _: m.up.weight.mul_(2),
+    "weight, by its data": lambda m, _: m.up.weight.data.mul_(2),
+    "last weight in place": lambda m, _: m.down.weight.mul_(2),
+    "last weight, by its data": lambda m, _: m.down.weight.data.mul_(2),
+    "last weight's data, replaced": lambda m, _: setattr(m.down.weight, "data", m.down.weight.detach() * 2),
+    "frozen weight": lambda m, _: m.frozen.weight.mul_(2),
+    "submodule": lambda m, _: setattr(m, "frozen", nn.Linear(H, H, bias=False).requires_grad_(False)),
+    "adapter": lambda m, _: _wrap(m),
+    "hook": lambda m, _: m.up.register_forward_hook(lambda module, args, output: output * 2),
+    "hook on the last projection": lambda m, _: m.down.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "unregistered module": lambda m, _: m.unregistered[0].bias.add_(1),
+    "dropout off": lambda m, _: m.eval(),
+    "number": lambda m, _: setattr(m, "factor", 3.0),
+    "new attribute": lambda m, _: setattr(m, "new", 3.0),
+    "inside a dictionary": lambda m, _: m.options["power"].insert(0, 3.0),
+    "slot": lambda m, _: setattr(m.slots, "value", 3.0),
+    "array": lambda m, _: m.array.fill(3.0),
+    "function": lambda m, _: setattr(m, "act", torch.sin),
+    "tensor in an attribute": lambda m, _: m.offset.add_(1),
+    "tensor in a list": lambda m, _: m.tensors[0].mul_(2),
+    "mask of the caller's": lambda _, mask: mask.mul_(0.5),
+    "class attribute": lambda m, _: setattr(Reads, "shift", 3.0),
+    "class attribute, set late": lambda m, _: setattr(Reads, "late", 3.0),
+    "class as a namespace": lambda m, _: setattr(Namespace, "gain", 3.0),
+    "global": lambda m, _: SWITCH.update(scale=3.0),
+    "closure": lambda m, _: m.assign(3.0),
+    "variable of a thread": lambda m, _: setattr(LOCAL, "gain", 3.0),
+    "context variable": lambda m, _: VARIABLE.set(3.0),
+    "file": lambda m, _: write_file("3.0"),
+    "random state": lambda m, _: torch.rand(7),
+}
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "Python's generator": random.random,
+    "NumPy's generator": np.random.rand,
+    "a generator of its own": lambda: torch.rand((), generator=OWN).item(),
+}
+"""What a forward pass draws, and the recompute draws anew."""
+OWN = torch.Generator().manual_seed(0)
+
+AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default dtype": lambda: _Default(torch.bfloat16),
+    "kernels of attention": lambda: sdpa_kernel(SDPBackend.MATH),
+}
+"""What is around a forward pass, and not around its backward pass."""
+
+
+@dataclass
+class _Default(AbstractContextManager[None]):
+    dtype: torch.dtype
+
+    def __enter__(self) -> None:
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(self.before)
+
+
+def as_before() -> None:
+    """Undo all changes outside of modules."""
+    Reads.shift = Namespace.gain = LOCAL.gain = SWITCH["scale"] = 1.5
+    if "late" in vars(Reads):
+        del Reads.late
+    VARIABLE.set(1.5)
+    if Namespace.path:
+        write_file("1.5")

@@ -1,0 +1,177 @@
+"""What is noticed: whatever a recompute reads, its gradients are right, or refused in the step in which it changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lt_tiled import ActivationCheckpointing, Tiling, prepare
+from tests.models import GatedMLP, H
+from tests.parity import EXACT, gradients, randn, worst
+from tests.recompute.noticed import AROUND, CHANGES, DRAWS, VARIABLE, Namespace, Reads, ReadsBlock, as_before
+
+pytestmark = [pytest.mark.usefixtures("float64", "places")]
+
+TILES: dict[str, Any] = {"tiling": Tiling(4, targets=["Reads"]), "activation_checkpointing": None}
+BLOCKS: dict[str, Any] = {"tiling": None, "activation_checkpointing": ActivationCheckpointing(["0"])}
+POLICIES: dict[str, tuple[type[Reads], dict[str, Any]]] = {"tiles": (Reads, TILES), "blocks": (ReadsBlock, BLOCKS)}
+RESTORED = {"buffer in place", "buffer, replaced", "buffer, by its data", "random state", *AROUND}
+"""What a block's recompute finds as its forward pass found it."""
+REFUSED = (
+    r"Reads.*(computes other values than|changed in place|depends on a tensor)",
+    "modified by an inplace operation",
+    "different number of tensors was saved",
+)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Iterator[None]:
+    """Give the modules a file, and undo changes outside of modules."""
+    Namespace.path = str(tmp_path / "number")
+    as_before()
+    yield
+    as_before()
+    Namespace.path = ""
+
+
+def gradients_of_step(policy: str, frozen: bool, name: str, step: int, early: bool) -> dict[str, Tensor] | None:
+    """Return the gradients of a step, in which something changes before the backward pass or after it.
+
+    ``None`` if the backward pass is refused. The next step goes on.
+    """
+    kind, options = POLICIES[policy]
+    torch.manual_seed(0)
+    model = nn.ModuleList([kind()]).requires_grad_(not frozen)
+    mask = torch.linspace(0.5, 1.5, 40)[:, None].expand(2, 40, H).clone()
+    around: AbstractContextManager[Any] = AROUND[name]() if name in AROUND else nullcontext()
+    with prepare(model, **options):
+        for earlier in range(step - 1):
+            model[0](randn(2, 40, H, seed=earlier), mask).square().sum().backward()
+        model.zero_grad()
+        model[0].draw = DRAWS.get(name, float)
+        x = randn(2, 40, H, seed=step)
+        with around:
+            loss = model[0](x, mask).square().sum()
+            if name in AROUND and not early:
+                loss.backward()
+        if name in CHANGES and early:
+            with torch.no_grad():
+                CHANGES[name](model[0], mask)
+        try:
+            if early or name not in AROUND:
+                loss.backward()
+        except (RuntimeError, ValueError) as error:
+            if not any(re.search(message, str(error)) for message in REFUSED):
+                raise
+            model[0].draw = float
+            model[0](x, mask).sum().backward()
+            return None
+        finally:
+            as_before()
+    return {"x": x.grad} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [*CHANGES, *DRAWS, *AROUND])
+def test_a_change(name: str, policy: str, frozen: bool) -> None:
+    """Tiles and blocks are right, or refused in that step, the first one or a later one. Blocks restore what they
+    promise.
+    """
+    for step in (1, 3, 5):
+        found = gradients_of_step(policy, frozen, name, step, early=True)
+        if found is None:
+            assert policy == "tiles" or name not in RESTORED
+        else:
+            assert name not in DRAWS
+            assert worst(found, gradients_of_step(policy, frozen, name, step, early=False)) < EXACT
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_last_of_several_calls(policy: str) -> None:
+    """A change for the third call alone, which is undone before the backward pass, is refused in each step."""
+    kind, options = POLICIES[policy]
+    model, x, mask = nn.ModuleList([kind()]), randn(2, 40, H), torch.ones(2, 40, H)
+    with prepare(model, **options):
+        for step in range(3):
+            y = model[0](x, mask).sum() + model[0](x, mask).sum()
+            VARIABLE.set(3.0 if step == 2 else 1.5)
+            y = y + model[0](x, mask).sum()
+            VARIABLE.set(1.5)
+            if step < 2:
+                y.backward()
+        with pytest.raises(RuntimeError, match=REFUSED[0]):
+            y.backward()
+
+
+ENDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "number": lambda y: y * torch.tensor(VARIABLE.get()),
+    "vector": lambda y: y * torch.linspace(0.5, VARIABLE.get(), H),
+    "flags": lambda y: torch.where(torch.arange(40)[:, None] > 20 * VARIABLE.get() - 25, y, y.sin()),
+}
+
+
+class EndsInReads(GatedMLP):
+    """Ends with something whose saved tensors are small."""
+
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.end = end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(super().forward(x))
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_small_saved_tensors(end: str) -> None:
+    """A block that saves only numbers, vectors or flags of what changed is refused."""
+    model = nn.ModuleList([EndsInReads(ENDS[end])])
+    with prepare(model, **BLOCKS):
+        y = model[0](randn(2, 40, H))
+        VARIABLE.set(3.0)
+        with pytest.raises(RuntimeError, match=REFUSED[0]):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_put_back_is_no_change(policy: str) -> None:
+    """Weights that are exchanged for a while, as for an average of them, are those of the forward pass again."""
+    kind, options = POLICIES[policy]
+    torch.manual_seed(0)
+    model, x, mask = nn.ModuleList([kind().eval()]), randn(1, 40, H), torch.ones(1, 40, H)
+
+    def call(x: Tensor) -> Tensor:
+        y: Tensor = model[0](x, mask)
+        kept = {p: p.data for p in model.parameters()}
+        for p in kept:
+            p.data = p.data * 2
+        with torch.no_grad():
+            model[0](x, mask)
+        for p, data in kept.items():
+            p.data = data
+        return y
+
+    true = gradients(model, x, call=call)
+    with prepare(model, **options):
+        assert worst(gradients(model, x, call=call), true) < EXACT
+
+
+def test_other_blocks_only_warn(caplog: pytest.LogCaptureFixture) -> None:
+    """With ``compare="warn"`` a step with other values goes on, and a warning names all blocks, in few words."""
+    model, mask = nn.ModuleList([ReadsBlock() for _ in range(5)]), torch.ones(2, 40, H)
+    with prepare(model, activation_checkpointing=ActivationCheckpointing("ReadsBlock", compare="warn")):
+        x = randn(2, 40, H)
+        for block in model:
+            x = block(x, mask)
+        VARIABLE.set(3.0)
+        x.sum().backward()
+    (record,) = [record for record in caplog.records if "computes other values" in record.message]
+    assert "4 (ReadsBlock), 3 (ReadsBlock), 2 (ReadsBlock) and 2 more" in record.message
+    assert len(record.message.split()) <= 40
