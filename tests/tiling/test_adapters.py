@@ -65,61 +65,34 @@ def test_parity(name: str, after: bool) -> None:
     assert not Report.of(model).tiled
 
 
-def change(model: Any, how: str) -> None:
-    getattr(model, how)(*(["other"] if how in ("delete_adapter", "set_adapter") else []))
-
-
-POLICIES: dict[str, dict[str, Any]] = {
-    "tiles": {"tiling": TILES},
-    "activation_checkpointing": {"activation_checkpointing": True},
-    "both": {"tiling": TILES, "activation_checkpointing": True},
+MLP_NOTICES = r"\(LlamaMLP\).* computes other values"
+CHANGES = {
+    # what is called on the model between the passes, which policies stand, and who notices
+    "another adapter, tiles": (lambda m: m.set_adapter("other"), {"tiling": TILES}, MLP_NOTICES),
+    "no adapter, tiles": (lambda m: m.disable_adapter_layers(), {"tiling": TILES}, MLP_NOTICES),
+    "no adapter, tiles in blocks": (
+        lambda m: m.disable_adapter_layers(),
+        {"tiling": TILES, "activation_checkpointing": True},
+        MLP_NOTICES,
+    ),
+    "merged without a new version, blocks": (
+        lambda m: m.merge_adapter(),
+        {"tiling": False, "activation_checkpointing": True},
+        "LlamaDecoderLayer: its recompute computes other values",
+    ),
 }
 
 
-REFUSED = ["set_adapter", "disable_adapter_layers"]
-
-
-@pytest.mark.parametrize(
-    ("how", "policies"),
-    [*((how, "activation_checkpointing") for how in REFUSED), *(("delete_adapter", policy) for policy in POLICIES)],
-)
-def test_adapters_that_change_between_the_passes(how: str, policies: str) -> None:
-    """A deleted adapter in the backward pass, and in blocks another active one or none, changes no gradient."""
-    found = []
-    for options in ({}, POLICIES[policies]):
-        torch.manual_seed(0)
-        model = adapted(tiny_llama().double(), target_modules=MLP)
-        model.add_adapter("other", LoraConfig(r=2, target_modules=MLP, init_lora_weights=False))
-        model.get_input_embeddings().requires_grad_(True)
-        with prepare(model, **options):
-            first = model(input_ids=IDS, labels=IDS).loss
-            change(model, how)
-            second = model(input_ids=IDS, labels=IDS).loss
-            (first + 2 * second).backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert worst(found[1], found[0]) <= MIXED
-
-
-@pytest.mark.parametrize("policies", ["tiles", "both"])
-@pytest.mark.parametrize("how", REFUSED)
-def test_other_adapters_in_the_recompute(how: str, policies: str) -> None:
-    """Another active adapter, or none, in the recompute of tiles is refused with the module's name."""
+@pytest.mark.parametrize("name", CHANGES)
+def test_adapters_that_change_before_the_recompute(name: str) -> None:
+    """Another active adapter, none, or a merged one in the recompute is refused with the module's name."""
+    change, policies, message = CHANGES[name]
     model = adapted(tiny_llama(), target_modules=MLP)
     model.add_adapter("other", LoraConfig(r=2, target_modules=MLP, init_lora_weights=False))
-    with prepare(model, **POLICIES[policies]):
+    with prepare(model, **policies):
         loss = model(input_ids=IDS, labels=IDS).loss
-        change(model, how)
-        with pytest.raises(RuntimeError, match=r"\(LlamaMLP\).* computes other values"):
-            loss.backward()
-
-
-def test_an_adapter_that_is_merged_between_the_passes() -> None:
-    """A merged adapter, which changes weights without a new version, is refused in blocks with the module's name."""
-    model = adapted(tiny_llama(), target_modules=MLP)
-    with prepare(model, activation_checkpointing=True, tiling=False):
-        loss = model(input_ids=IDS, labels=IDS).loss
-        model.merge_adapter()
-        with pytest.raises(RuntimeError, match="LlamaDecoderLayer: its recompute computes other values"):
+        change(model)
+        with pytest.raises(RuntimeError, match=message):
             loss.backward()
 
 
@@ -134,8 +107,7 @@ def test_adapters_in_a_method() -> None:
         assert {(row.kind, row.tiles > 1) for row in Report.of(model).tiled} == {("BertLayer.feed_forward_chunk", True)}
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_quantised_base(after: bool) -> None:
+def test_quantised_base() -> None:
     """LoRA on a base whose weights are eight-bit integers (torchao) gives the untiled loss and gradients."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -143,9 +115,8 @@ def test_quantised_base(after: bool) -> None:
     base = tiny_llama(hidden_size=64, intermediate_size=192)
     quantize_(base, Int8WeightOnlyConfig(), filter_fn=lambda module, path: path.endswith("proj"))
     true = run(adapted(copy.deepcopy(base), target_modules=MLP))
-    model = base if after else adapted(base, target_modules=MLP)
+    model = adapted(base, target_modules=MLP)
     with prepare(model, tiling=TILES, activation_checkpointing=True):
-        model = adapted(base, target_modules=MLP) if after else model
         assert worst(run(model), {name: value.double() for name, value in true.items()}) <= 1e-5
         assert all(row.tiles > 1 for row in Report.of(model).tiled)
 

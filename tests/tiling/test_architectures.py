@@ -39,7 +39,20 @@ def found_in(model: nn.Module) -> dict[str, str]:
 
 
 WITH_MLP = [name for name, architecture in ARCHITECTURES.items() if architecture.finds]
-KINDS = ["Llama", "GPT-2", "Gemma 2", "BERT", "T5", "Mixtral", "GPT-OSS", "Jamba", "Swin", "wav2vec 2.0", "ALBERT"]
+KINDS = [
+    "Llama",
+    "GPT-2",
+    "Gemma 2",
+    "BERT",
+    "T5",
+    "Mixtral",
+    "GPT-OSS",
+    "Jamba",
+    "Swin",
+    "DINOv2 with registers",
+    "wav2vec 2.0",
+    "ALBERT",
+]
 """One architecture of each kind of structure."""
 
 
