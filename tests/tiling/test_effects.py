@@ -117,10 +117,9 @@ def test_a_module_that_is_found_runs_untiled(what: What, reason: str, caplog: py
     assert re.search(rf"Does\):? .*{reason}.* runs untiled", caplog.text)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
-def test_an_exception_in_the_check(call: int, error: type[BaseException]) -> None:
-    """Ctrl-C, or an error, in any call of the check leaves the module as it was."""
+def test_an_exception_in_the_check(call: int) -> None:
+    """Ctrl-C in any call of the check leaves the module as it was."""
     calls = iter(range(1, 9))
 
     def what(module: Any, y: Tensor) -> None:
@@ -128,11 +127,11 @@ def test_an_exception_in_the_check(call: int, error: type[BaseException]) -> Non
         module.count.add_(1)
         module.list.append(1)
         if next(calls) == call:
-            raise error("stop")
+            raise KeyboardInterrupt
 
     module = tile(Does(what), num_shards=4)
     before = held(module)
-    with pytest.raises((error, NotPositionWiseError)):
+    with pytest.raises((KeyboardInterrupt, NotPositionWiseError)):
         module(randn(1, 40, H))
     assert held(module) == before
 
