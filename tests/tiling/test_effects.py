@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import re
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -99,22 +97,6 @@ def test_a_module_that_is_named_is_refused(
     assert random.same_as(RandomState.now(torch.device("cpu")))
     if most_bytes or "_parameters" not in reason:
         assert held(module) == before
-
-
-@pytest.mark.parametrize(("what", "reason"), EFFECTS.values(), ids=EFFECTS)
-def test_a_module_that_is_found_runs_untiled(what: What, reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Where nobody named it, it runs untiled, with a warning: gradients and what it holds are as without tiles."""
-    untiled = nn.Sequential(*(nn.Sequential(nn.LayerNorm(H), Does(what)) for _ in range(2)))
-    model, x = copy.deepcopy(untiled), randn(1, 40, H)
-    with prepare(model, tiling=Tiling(num_shards=4)) as prepared:
-        for each in (model, untiled):
-            for _ in range(2):
-                each(x).square().sum().backward()
-        assert not prepared.report().tiled
-    for one, other in zip(model.parameters(), untiled.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-    assert held(model) == held(untiled)
-    assert re.search(rf"Does\):? .*{reason}.* runs untiled", caplog.text)
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lt_tiled import Tiling, prepare, report
 from lt_tiled.modules.feed_forward import find_sizes
@@ -63,21 +62,6 @@ def test_recorded_router_logits_and_auxiliary_loss(name: str, checkpointed: bool
         tiled = prepared.report().tiled
         assert len(tiled) == len(model.model.layers)
         assert all(row.tiles > 1 and "experts" not in row.path for row in tiled)
-
-
-def gradients_of_a_rank(name: str, tiling: Tiling | None) -> dict[str, Tensor]:
-    architecture = ARCHITECTURES[name]
-    model = architecture.build()
-    inputs = architecture.feed(model)
-    with prepare(model, tiling=tiling, activation_checkpointing=True):
-        parallel = DistributedDataParallel(model)
-        return run(parallel, inputs, output_router_logits=True)
-
-
-def test_recorded_router_logits_under_ddp(world: World) -> None:
-    """The same on two ranks of DDP."""
-    tiled, untiled = (world(gradients_of_a_rank, "Mixtral", tiling) for tiling in (Tiling(tile_tokens=24), None))
-    assert all(worst(found, true) <= MIXED for found, true in zip(tiled, untiled, strict=True))
 
 
 _ONE = 3 * 32 * 192
