@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,19 +103,6 @@ def costs(model: nn.Module, architecture: Architecture) -> tuple[int, int]:
     with LiveBytes() as live:
         run(model, architecture)
     return live.flops, live.peak
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_layer_drop(seed: int) -> None:
-    """Layers that are skipped at random (LayerDrop, arXiv:1909.11556) are those of the untiled model with that seed."""
-    architecture = ARCHITECTURES["wav2vec 2.0"]
-    architecture = replace(architecture, fields={**architecture.fields, "layerdrop": 0.5})
-    model = architecture.build()
-    torch.manual_seed(seed)
-    true = run(model, architecture)
-    with prepare(model, tiling=TILES, activation_checkpointing=True):
-        torch.manual_seed(seed)
-        compare(run(model, architecture), true, architecture.error)
 
 
 def row(name: str) -> str:
