@@ -54,6 +54,21 @@ class GatedMLP(nn.Module):
         return self.down(self.act(self.gate(x)) * self.up(x))
 
 
+class Coded(GatedMLP):
+    """An MLP with other code: a function of the module and of what it is called with."""
+
+    def __init__(self, code: Callable[..., Any], **fields: Any) -> None:
+        super().__init__(**fields)
+        self.code = code
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.code(self, *args, **kwargs)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """The output of the MLP itself."""
+        return GatedMLP.forward(self, x)
+
+
 class PlainMLP(nn.Module):
     """The feed-forward part of GPT-2, with dropout at its end, and any output width."""
 

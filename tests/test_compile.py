@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.convert_frame import register_bytecode_hook
 
@@ -19,7 +18,6 @@ import lt_tiled
 from lt_tiled import ActivationCheckpointing, Tiling, prepare, tiled_linear_cross_entropy
 from tests.models import tiny_llama
 from tests.parity import errors
-from tests.sequence_parallel.hybrids import hybrid
 
 pytestmark = pytest.mark.slow
 ROOT = str(Path(lt_tiled.__file__).parent)
@@ -55,22 +53,6 @@ def compile_blocks(model: nn.Module, backend: str) -> nn.Module:
     return model
 
 
-def wrap_blocks(model: nn.Module, backend: str) -> nn.Module:
-    for index, block in enumerate(blocks_of(model)):
-        blocks_of(model)[index] = torch.compile(block, backend=backend)
-    return model
-
-
-def compile_in_place(model: nn.Module, backend: str) -> nn.Module:
-    model.compile(backend=backend)
-    return model
-
-
-COMPILE: dict[str, Callable[..., Any]] = {
-    "blocks": compile_blocks,
-    "wrapped blocks": wrap_blocks,
-    "model in place": compile_in_place,
-}
 OFFLOAD: dict[str, Any] = {"offload": "cpu", "keep_last": 0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "tiles": {"tiling": Tiling(num_shards=4), "activation_checkpointing": False},
@@ -115,13 +97,15 @@ def check(model: Any, plain: nn.Module, compiled_code: Counter[tuple[str, str]],
     assert ours <= {"method"}  # which breaks the graph at patches
 
 
-def compared(name: str, how: str, first: bool, backend: str, compiled_code: Counter[tuple[str, str]]) -> None:
+def compared(name: str, backend: str, compiled_code: Counter[tuple[str, str]], first: bool = False) -> None:
+    """Compare compiled blocks, which are compiled before or after they are prepared."""
     torch.manual_seed(0)
     model = tiny_llama()
     plain = copy.deepcopy(model)
-    compiled = COMPILE[how](model, backend) if first else model
-    with prepare(compiled, **SETTINGS[name]):
-        check(compiled if first else COMPILE[how](model, backend), plain, compiled_code)
+    if first:
+        compile_blocks(model, backend)
+    with prepare(model, **SETTINGS[name]):
+        check(model if first else compile_blocks(model, backend), plain, compiled_code)
 
 
 @pytest.mark.table("keep attention|all")
@@ -130,30 +114,20 @@ def test_compiled_blocks(name: str, compiled_code: Counter[tuple[str, str]]) -> 
     """Compiled blocks have the losses and gradients of the plain model with each setting. The compiler makes code in
     the first two lengths and none after them, and none of what lt_tiled does around the blocks.
     """
-    compared(name, "blocks", False, "aot_eager", compiled_code)
+    compared(name, "aot_eager", compiled_code)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("how", "first"), [("blocks", True), ("wrapped blocks", False), ("model in place", True)])
-def test_compiled_before_and_after(how: str, first: bool, compiled_code: Counter[tuple[str, str]]) -> None:
+def test_compiled_first(compiled_code: Counter[tuple[str, str]]) -> None:
     """A model that is compiled before it is prepared trains like one that is compiled after that."""
-    compared("offload", how, first, "aot_eager", compiled_code)
+    compared("offload", "aot_eager", compiled_code, first=True)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["keep output", "all"])
 def test_inductor(name: str, compiled_code: Counter[tuple[str, str]]) -> None:
     """Inductor's code for blocks, which saves other tensors than the code it is made of, is that of the recompute."""
-    compared(name, "blocks", False, "inductor", compiled_code)
-
-
-@pytest.mark.full
-def test_blocks_with_a_convolution(compiled_code: Counter[tuple[str, str]]) -> None:
-    """Compiled blocks of LFM2 train as plain ones, and compile nothing after the second length."""
-    model = hybrid("lfm2")
-    plain = copy.deepcopy(model)
-    with prepare(model, tiling=Tiling(num_shards=4), activation_checkpointing=True):
-        check(compile_blocks(model, "aot_eager"), plain, compiled_code)
+    compared(name, "inductor", compiled_code)
 
 
 def test_no_break_at_attention(compiled_code: Counter[tuple[str, str]]) -> None:
@@ -217,16 +191,6 @@ def compiled_forward(model: Any, backend: str) -> Callable[[Tensor], Tensor]:
     return partial(differentiated, forward)
 
 
-def compiled_loss(model: Any, backend: str) -> Callable[[Tensor], Tensor]:
-    """A training step with a user's loss of the logits, compiled."""
-
-    def loss(logits: Tensor, ids: Tensor) -> Tensor:
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-    compiled = torch.compile(loss, backend=backend)
-    return partial(differentiated, lambda ids: compiled(model(input_ids=ids, use_cache=False).logits, ids))
-
-
 def compiled_tiled_loss(model: Any, backend: str) -> Callable[[Tensor], Tensor]:
     """A training step with lt_tiled's loss in a function that is compiled."""
     head = model.lm_head.weight
@@ -241,7 +205,6 @@ def compiled_tiled_loss(model: Any, backend: str) -> Callable[[Tensor], Tensor]:
 FUNCTIONS = {
     "step": compiled_step,
     "forward": compiled_forward,
-    "loss": compiled_loss,
     "tiled loss": compiled_tiled_loss,
 }
 
@@ -252,7 +215,7 @@ FUNCTIONS = {
     [
         *(("eager", name, "step") for name in ("tiles", "offload", "keep attention")),
         *(("aot_eager", "all", what) for what in ("forward", "tiled loss")),
-        *(("inductor", "all", what) for what in ("step", "loss")),
+        ("inductor", "all", "step"),
     ],
 )
 def test_compiled_functions(what: str, name: str, backend: str, compiled_code: Counter[tuple[str, str]]) -> None:

@@ -42,7 +42,9 @@ def policy(**fields: Any) -> ActivationCheckpointing:
 def packed_in(prepared: Prepared) -> list[tuple[str, tuple[int, ...]]]:
     """Return a list to which the block and the shape of each tensor are added that is offloaded from now on."""
     packed, real = [], prepared.offloader.pack
-    prepared.offloader.pack = lambda t, block: packed.append((block, tuple(t.shape))) or real(t, block)
+    prepared.offloader.pack = lambda t, block, kept=False: (
+        packed.append((block, tuple(t.shape))) or real(t, block, kept)
+    )
     return packed
 
 

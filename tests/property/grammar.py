@@ -6,13 +6,11 @@ import copy
 import random
 import re
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -42,13 +40,10 @@ class Case:
     around: str = "nothing"
     backward: str = "once"
     between: str = "nothing"
-    autocast: str = "off"
     checkpointed: bool = False
     """Whether the module, tiled or not, is a block with activation checkpointing in the run that is compared."""
     again: bool = False
     """Whether a second forward pass follows what happens between the passes."""
-    group: bool = False
-    """Whether there is a process group."""
 
 
 # The module and its input
@@ -287,7 +282,6 @@ BENIGN = [*BETWEEN][:7]
 """What changes no result."""
 
 BACKWARD = ("once", "twice", "input alone", "weights alone", "part of the outputs", "no_grad")
-AUTOCAST = ("off", "forward", "backward", "both")
 
 
 # Strategies
@@ -327,10 +321,8 @@ def cases() -> st.SearchStrategy[Case]:
         around=_seldom(AROUND),
         backward=_seldom(BACKWARD),
         between=_seldom(BETWEEN),
-        autocast=st.just("off") | st.just("off") | st.sampled_from(AUTOCAST),
         checkpointed=st.booleans(),
         again=st.booleans(),
-        group=st.booleans(),
     ).filter(lambda case: not any(known(case) for known in KNOWN.values()))
 
 
@@ -353,7 +345,6 @@ def position_wise_cases() -> st.SearchStrategy[Case]:
         between=_seldom(BENIGN),
         checkpointed=st.booleans(),
         again=st.booleans(),
-        group=st.booleans(),
     ).filter(lambda case: not any(known(case) for known in (*KNOWN.values(), *REFUSED.values())))
 
 
@@ -394,38 +385,15 @@ REFUSED: dict[str, Callable[[Case], bool]] = {
 
 
 def _inputs(case: Case) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    dtype = torch.float64 if case.autocast == "off" else torch.float32
     args, kwargs = EXTRAS[case.extra](case.lead)
-    x = LAYOUTS[case.layout](case.lead)
-    if dtype == torch.float32:
-        x, args, kwargs = pytree.tree_map_only(Tensor, _narrow, (x, args, kwargs))
-    return x.requires_grad_(case.wants_grad), args, kwargs
-
-
-def _narrow(t: Tensor) -> Tensor:
-    return t.detach().float().requires_grad_(t.requires_grad) if t.is_floating_point() else t
+    return LAYOUTS[case.layout](case.lead).requires_grad_(case.wants_grad), args, kwargs
 
 
 def run(case: Case, tiled: bool) -> Values:
     """Return the outputs, the gradients, and what is left in the module."""
-    with _process_group() if case.group else nullcontext():
-        return _run(case, tiled)
-
-
-@contextmanager
-def _process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _run(case: Case, tiled: bool) -> Values:
     random.seed(0)
     torch.manual_seed(0)
-    module: nn.Module = Composed(case.parts, case.output).train(case.training)
-    module = module.double() if case.autocast == "off" else module
+    module: nn.Module = Composed(case.parts, case.output).train(case.training).double()
     FROZEN[case.frozen](module)
     if tiled:
         tile(module, num_shards=case.tiles)
@@ -437,14 +405,14 @@ def _run(case: Case, tiled: bool) -> Values:
         module = call
     x, args, kwargs = _inputs(case)
     torch.manual_seed(0)
-    with torch.set_grad_enabled(case.backward != "no_grad"), _autocast(case, "forward"):
+    with torch.set_grad_enabled(case.backward != "no_grad"):
         y = call(x, *args, **kwargs)
     leaves = pytree.tree_leaves(y)
     found: Values = {f"output {i}": t.detach().clone() if isinstance(t, Tensor) else t for i, t in enumerate(leaves)}
     with torch.no_grad():
         BETWEEN[case.between](module)
     if case.again:
-        with torch.set_grad_enabled(case.backward != "no_grad"), _autocast(case, "forward"):
+        with torch.set_grad_enabled(case.backward != "no_grad"):
             more = pytree.tree_leaves(call(x, *args, **kwargs))
         found |= {f"output {i}, again": t.detach().clone() for i, t in enumerate(more) if isinstance(t, Tensor)}
         leaves += more
@@ -457,26 +425,19 @@ def _run(case: Case, tiled: bool) -> Values:
     return found
 
 
-@contextmanager
-def _autocast(case: Case, when: str) -> Iterator[None]:
-    with torch.autocast("cpu", torch.bfloat16) if case.autocast in (when, "both") else nullcontext():
-        yield
-
-
 def _gradients(case: Case, leaves: list[Any], x: Tensor, wanted: dict[str, Tensor]) -> Values:
     chosen = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
     chosen = chosen[:1] if case.backward == "part of the outputs" else chosen
     if case.backward == "no_grad" or not wanted or not any(t.requires_grad for t in chosen):
         return {}
     loss: Any = sum((t * _entries(*t.shape).to(t.dtype) + t * t / 2).sum() for t in chosen)
-    with _autocast(case, "backward"):
-        if case.backward in ("input alone", "weights alone"):
-            names = [name for name in wanted if (name == "input") == (case.backward == "input alone")]
-            gradients = torch.autograd.grad(loss, [wanted[name] for name in names], allow_unused=True) if names else ()
-            return dict(zip(names, gradients, strict=True))
-        loss.backward(retain_graph=case.backward == "twice")
-        if case.backward == "twice":
-            loss.backward()
+    if case.backward in ("input alone", "weights alone"):
+        names = [name for name in wanted if (name == "input") == (case.backward == "input alone")]
+        gradients = torch.autograd.grad(loss, [wanted[name] for name in names], allow_unused=True) if names else ()
+        return dict(zip(names, gradients, strict=True))
+    loss.backward(retain_graph=case.backward == "twice")
+    if case.backward == "twice":
+        loss.backward()
     return {f"gradient of {name}": t.grad for name, t in wanted.items()}
 
 
@@ -484,28 +445,17 @@ def _gradients(case: Case, leaves: list[Any], x: Tensor, wanted: dict[str, Tenso
 
 
 def differences(case: Case, tiled: Values, untiled: Values) -> list[str]:
-    """Return what is not equal; under autocast, what is further from float64 than the untiled rounding explains."""
-    bound = 1e-9 if case.autocast == "off" else 5e-2
-    pairs = {name: (tiled.get(name), untiled.get(name)) for name in tiled | untiled}
-    found = {name: pair for name, pair in pairs.items() if not _equal(*pair, bound)}
+    """Return what is not equal."""
+    found = {name: (tiled.get(name), untiled.get(name)) for name in tiled | untiled}
+    found = {name: pair for name, pair in found.items() if not _equal(*pair)}
     if found and "checkpoint" in case.around:  # torch's own may recompute with what changed since: less right than ours
         plain = run(replace(case, around="nothing"), tiled=False)
-        if all(_equal(tiled.get(name), plain.get(name), bound) for name in tiled | plain):
+        if all(_equal(tiled.get(name), plain.get(name)) for name in tiled | plain):
             return []
-    exact = run(replace(case, autocast="off"), tiled=False) if found and case.autocast != "off" else {}
-    return [f"{name}: {a} instead of {b}" for name, (a, b) in found.items() if not _as_exact(a, b, exact.get(name))]
+    return [f"{name}: {a} instead of {b}" for name, (a, b) in found.items()]
 
 
-def _as_exact(a: Any, b: Any, exact: Any) -> bool:
-    """Whether a tensor is at most twice as far from the exact one as the untiled; sums that cancel may be far."""
-    tensors = all(isinstance(t, Tensor) and t.is_floating_point() for t in (a, b, exact))
-    if not tensors or not a.shape == b.shape == exact.shape:
-        return False
-    error, untiled = ((t.detach().double() - exact.detach()).abs().amax() for t in (a, b))
-    return bool(error <= 2 * untiled)
-
-
-def _equal(a: Any, b: Any, bound: float) -> bool:
+def _equal(a: Any, b: Any, bound: float = 1e-9) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         a, b = a.detach(), b.detach()
         if a.shape != b.shape or a.dtype != b.dtype:

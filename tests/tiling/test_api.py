@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lt_tiled import Tiling, tile, untile
+<<<<<<< HEAD
 from lt_tiled.modules.patch import get_patch, remove_patch
+=======
+from lt_tiled.modules.patch import get_patch
+>>>>>>> main
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.recompute.blocks import BlockPatch, patch_block
 from lt_tiled.tiling.call import LargestCall
@@ -66,8 +68,15 @@ FINDS: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
         "GatedMLP",
         MLPS,
     ),
+    "a child in torch.compile": (lambda: compiled_child(), "auto", MLPS),
     "only the outermost match": (lambda: two_blocks(GatedMLP), "*mlp*", MLPS),
 }
+
+
+def compiled_child() -> nn.Module:
+    blocks = two_blocks(GatedMLP)
+    blocks[0].mlp = torch.compile(blocks[0].mlp, backend="eager")
+    return blocks
 
 
 def two_blocks(mlp: Callable[[int, int], nn.Module]) -> nn.Module:
@@ -87,37 +96,23 @@ def test_unknown_target() -> None:
         found(TinyLM(), "LlamaMLP")
 
 
-def test_auto_finds_nothing() -> None:
-    """A model without an MLP is an error that says how to name one and how to turn tiling off."""
-    with pytest.raises(ValueError, match=r"found no MLP in Sequential.*targets=.*tiling=False"):
-        found(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-
-
-def test_tile_returns_the_module_and_untile_leaves_nothing() -> None:
-    """``tile`` works in place; after ``untile`` the instance is as it was."""
+def test_tile_works_in_place_and_untile_leaves_nothing() -> None:
+    """State-dict keys, parameter names, the class and the printed form stay; after ``untile`` the instance is as it
+    was.
+    """
     module = GatedMLP()
-    before = dict(module.__dict__)
+    plain, before = copy.deepcopy(module), dict(module.__dict__)
     assert tile(module, num_shards=2) is module
-    assert "forward" in module.__dict__
-    assert untile(module) is module
-    assert module.__dict__ == before
-    untile(module)
-
-
-def test_tile_twice_is_refused() -> None:
-    """Tiling a tiled module is an error with the remedy."""
     with pytest.raises(ValueError, match=r"GatedMLP is tiled already: call lt_tiled.untile"):
-        tile(tile(GatedMLP()))
-
-
-def test_keys_and_class_stay() -> None:
-    """State-dict keys, parameter names, the class and the printed form stay as they are."""
-    plain = GatedMLP()
-    module = tile(copy.deepcopy(plain), num_shards=2)
+        tile(module)
     assert module.state_dict().keys() == plain.state_dict().keys()
     assert [n for n, _ in module.named_parameters()] == [n for n, _ in plain.named_parameters()]
     assert type(module) is GatedMLP
     assert repr(module) == repr(plain)
+    assert "forward" in module.__dict__
+    assert untile(module) is module
+    assert module.__dict__ == before
+    untile(module)
 
 
 def test_deepcopy_computes_with_its_own_weights() -> None:
@@ -148,61 +143,21 @@ def test_pickled_module_comes_back_plain() -> None:
     assert "tiled_forward" not in repr(back.forward)
 
 
-def test_torch_save_of_the_state_dict() -> None:
-    """A state dict saved with tiling loads into the untouched module and back, key by key."""
-    module, plain = tile(GatedMLP(), num_shards=4), GatedMLP()
-    buffer = io.BytesIO()
-    torch.save(module.state_dict(), buffer)
-    buffer.seek(0)
-    plain.load_state_dict(torch.load(buffer, weights_only=True), strict=True)
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True))
-    module.load_state_dict({k: v + 1 for k, v in plain.state_dict().items()}, strict=True)
-    assert torch.equal(module.up.weight, plain.up.weight + 1)
-
-
-def test_a_replaced_forward_is_kept_and_restored() -> None:
-    """A forward that was put on the instance (Liger, kernels) runs tile by tile, follows a copy, and is there after
-    ``untile``.
-    """
-    module = GatedMLP()
-
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return GatedMLP.forward(self, x) * 3
-
-    module.forward = MethodType(forward, module)
-    theirs = module.forward
-    x = randn(1, 20, H)
-    true = reference(module, x)
+def test_patching_again_below_another_forward() -> None:
+    """Whoever replaced ``forward`` after us keeps it through ``untile``; tiled again, the module runs below it."""
+    module, x = GatedMLP(), randn(1, 20, H)
     tile(module, num_shards=4)
-    assert worst(gradients(module, x), true) < EXACT
-    assert worst(gradients(copy.deepcopy(module), x), true) < EXACT
-    untile(module)
-    assert module.forward is theirs
-
-
-def test_a_forward_that_was_replaced_later_survives_untile() -> None:
-    """Whoever replaced ``forward`` after us keeps it; what it calls of ours passes the call through."""
-    module = tile(GatedMLP(), num_shards=4)
     ours = module.forward
     module.forward = lambda x: ours(x) * 2
-    x = torch.randn(1, 20, H)
     untile(module)
+    true = gradients(module, x)
     assert torch.allclose(module(x), GatedMLP.forward(module, x) * 2)
-
-
-def test_patching_again_below_another_forward() -> None:
-    """A module that was wrapped while it was tiled can be released and tiled again, below the same wrapper."""
-    module = GatedMLP()
-    x = randn(1, 20, H)
-    true = reference(module, x)
-    tile(module, num_shards=4)
-    ours = module.forward
-    module.forward = lambda x: ours(x)
-    tile(untile(module), num_shards=5)
+    tile(module, num_shards=5)
     assert worst(gradients(module, x), true) < EXACT
     assert get_patch(module, TiledPatch).largest == LargestCall(20, 5)
 
 
+<<<<<<< HEAD
 def test_two_patches_are_removed_in_any_order() -> None:
     """A module that is tiled and checkpointed is as it was whichever patch goes first."""
 
@@ -221,59 +176,24 @@ def test_two_patches_are_removed_in_any_order() -> None:
         for undo in order:
             undo(module)
         assert module.__dict__ == before
+=======
+BAD: list[tuple[dict[str, Any], str]] = [
+    *(({"num_shards": bad}, rf"num_shards={bad!r} must be 'auto' or an integer") for bad in (0, -1, 2.5, True, "all")),
+    *(({"tile_tokens": bad}, rf"tile_tokens={bad!r} must be") for bad in (0, 2.5, True)),
+    ({"accumulate": "float16"}, "accumulate='float16' must be one of 'float32', 'param'"),
+    ({"num_shards": 4, "tile_tokens": 512}, r"num_shards=4 and tile_tokens=512.*pass only one"),
+    ({"compile": "max-autotune"}, "compile"),
+    ({"compile": 1}, "compile"),
+    ({"compile": {"modes": "default"}}, "compile"),
+    ({"targets": []}, r"targets=\[\] must be"),
+    ({"targets": ["MLP", ""]}, r"targets=\['MLP', ''\] must be"),
+]
+>>>>>>> main
 
 
-def test_compiled_model() -> None:
-    """``torch.compile`` of a model with tiled parts runs, and gives the untiled loss and gradients."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(H, H), GatedMLP(), nn.Linear(H, H))
-    x = randn(2, 19, H)
-    true = reference(model, x)
-    tile(model[1], num_shards=4)
-    compiled = torch.compile(model, backend="aot_eager")
-    for _ in range(2):
-        assert worst(gradients(model, x, call=compiled), true) < EXACT
-    assert get_patch(model[1], TiledPatch).largest == LargestCall(38, 4)
-
-
-def test_compiled_module_is_found_and_tiled() -> None:
-    """A child wrapped in ``torch.compile`` is found under its own path and gives the untiled gradients."""
-    model = TinyLM()
-    model.blocks[0].mlp = torch.compile(model.blocks[0].mlp, backend="eager")
-    assert found(model) == ["blocks.0.mlp", "blocks.1.mlp"]
-    mlp = model.blocks[0].mlp
-    x = randn(1, 20, H)
-    true = reference(mlp._orig_mod, x)
-    tile(mlp._orig_mod, num_shards=4)
-    assert worst(gradients(mlp._orig_mod, x, call=mlp), true) < EXACT
-
-
-@pytest.mark.parametrize("bad", [0, -1, 2.5, True, "all"])
-def test_bad_counts(bad: object) -> None:
-    """A count that is no positive integer is refused with the value and the bound."""
-    with pytest.raises(ValueError, match=rf"num_shards={bad!r} must be 'auto' or an integer of at least 1"):
-        tile(GatedMLP(), num_shards=bad)
-    if bad != "all":
-        with pytest.raises(ValueError, match=rf"tile_tokens={bad!r} must be"):
-            tile(GatedMLP(), tile_tokens=bad)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"accumulate": "float16"}, "accumulate='float16' must be one of 'float32', 'param'"),
-        ({"num_shards": 4, "tile_tokens": 512}, r"num_shards=4 and tile_tokens=512.*pass only one"),
-        ({"compile": "max-autotune"}, "compile"),
-        ({"compile": 1}, "compile"),
-        ({"compile": {"modes": "default"}}, "compile"),
-        ({"targets": []}, r"targets=\[\] must be"),
-        ({"targets": ["MLP", ""]}, r"targets=\['MLP', ''\] must be"),
-    ],
-)
-def test_bad_fields(fields: dict[str, object], message: str) -> None:
-    """Fields are checked when the policy is made, with the value and the choices: both counts at once, and what
-    ``torch.compile`` would not take, among them.
-    """
+@pytest.mark.parametrize(("fields", "message"), BAD)
+def test_bad_fields(fields: dict[str, Any], message: str) -> None:
+    """Fields are checked when the policy is made, with the value and the bound or the choices."""
     with pytest.raises(ValueError, match=message):
         Tiling(**fields)
 

@@ -19,17 +19,14 @@ from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled
-from tests.models import GatedMLP, H
+from tests.models import Coded, GatedMLP, H
 from tests.parity import gradients, randn, worst
 
 pytestmark = [pytest.mark.self_checks, pytest.mark.usefixtures("float64")]
 
 
-class Mixing(GatedMLP):
-    """Subtracts the mean over all tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(-2, keepdim=True))
+def mixing() -> nn.Module:
+    return Coded(lambda m, x: m.mlp(x - x.mean(-2, keepdim=True)))
 
 
 class WithExperts(nn.Module):
@@ -79,7 +76,7 @@ REASONS: dict[str, tuple[Any, ...]] = {
     "hook": (hooked, (1, 24, H), nullcontext, "untiled, warns", "untiled, warns", (2,)),
     "inputs": (GatedMLP, (H,), nullcontext, UNTILED, UNTILED, (2,)),
     "short": (GatedMLP, (1, 3, H), nullcontext, UNTILED, UNTILED, (2,)),
-    "check": (Mixing, (1, 24, H), nullcontext, "raises", "untiled, warns", (2,)),
+    "check": (mixing, (1, 24, H), nullcontext, "raises", "untiled, warns", (2,)),
     "check of a mixture": (WithExperts, (1, 24, H), nullcontext, EXPERTS + ", warns", EXPERTS + ", warns", (1, 2)),
 }
 
@@ -107,3 +104,26 @@ def test_what_follows(reason: str, requested: bool, ranks: int, caplog: pytest.L
     experts = [get_patch(expert, TiledPatch) for expert in getattr(module, "experts", ())]
     assert (patch.largest.tiles > 0) == (expected == TILES)
     assert all(expert.largest.tiles > 0 for expert in experts if expert) == ("experts" in expected or not experts)
+
+
+def test_tiled_again_without_the_hook(caplog: pytest.LogCaptureFixture) -> None:
+    """A module runs untiled while a user's hook is on a module inside it, with one warning; then tiled again, with a
+    hook on the module itself as well.
+    """
+    module, x = GatedMLP(), randn(1, 40, H)
+    seen: list[int] = []
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen.append(output.shape[1])
+
+    patch = patch_tiled(Tileable("", module, named=True), Tiling(4), EngineNeeds(), None)
+    handle = module.down.register_forward_hook(hook)
+    for _ in range(2):
+        module(x).sum().backward()
+    assert caplog.text.count("GatedMLP runs untiled, because Linear inside it has a hook") == 1
+    assert patch.largest.tiles == 0
+    handle.remove()
+    module.register_forward_hook(hook)
+    module(x).sum().backward()
+    assert seen == [40, 40, 40]
+    assert patch.largest.tiles == 4

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import re
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -101,26 +99,9 @@ def test_a_module_that_is_named_is_refused(
         assert held(module) == before
 
 
-@pytest.mark.parametrize(("what", "reason"), EFFECTS.values(), ids=EFFECTS)
-def test_a_module_that_is_found_runs_untiled(what: What, reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Where nobody named it, it runs untiled, with a warning: gradients and what it holds are as without tiles."""
-    untiled = nn.Sequential(*(nn.Sequential(nn.LayerNorm(H), Does(what)) for _ in range(2)))
-    model, x = copy.deepcopy(untiled), randn(1, 40, H)
-    with prepare(model, tiling=Tiling(num_shards=4)) as prepared:
-        for each in (model, untiled):
-            for _ in range(2):
-                each(x).square().sum().backward()
-        assert not prepared.report().tiled
-    for one, other in zip(model.parameters(), untiled.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-    assert held(model) == held(untiled)
-    assert re.search(rf"Does\):? .*{reason}.* runs untiled", caplog.text)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
-def test_an_exception_in_the_check(call: int, error: type[BaseException]) -> None:
-    """Ctrl-C, or an error, in any call of the check leaves the module as it was."""
+def test_an_exception_in_the_check(call: int) -> None:
+    """Ctrl-C in any call of the check leaves the module as it was."""
     calls = iter(range(1, 9))
 
     def what(module: Any, y: Tensor) -> None:
@@ -128,11 +109,11 @@ def test_an_exception_in_the_check(call: int, error: type[BaseException]) -> Non
         module.count.add_(1)
         module.list.append(1)
         if next(calls) == call:
-            raise error("stop")
+            raise KeyboardInterrupt
 
     module = tile(Does(what), num_shards=4)
     before = held(module)
-    with pytest.raises((error, NotPositionWiseError)):
+    with pytest.raises((KeyboardInterrupt, NotPositionWiseError)):
         module(randn(1, 40, H))
     assert held(module) == before
 

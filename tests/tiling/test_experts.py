@@ -7,20 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lt_tiled import Tiling, prepare, report
 from lt_tiled.modules.feed_forward import find_sizes
 from tests.architectures import ARCHITECTURES
 from tests.models import AttachedLoss, GatedMLP, H
-from tests.parity import MIXED, gradients, randn, spread, worst
+from tests.parity import MIXED, gradients, randn, worst
 from tests.world import World
 
 pytestmark = pytest.mark.self_checks
 
 MIXTURES = ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "GPT-OSS", "DeepSeek V3", "OLMoE", "Granite MoE"]
-RECORDED = ["Mixtral", "Qwen 2 MoE", "Qwen 3 MoE", "GPT-OSS", "OLMoE", "Granite MoE"]
-"""Those that can give back their routers' logits."""
 
 
 def run(model: nn.Module, inputs: dict[str, Tensor], **kwargs: Any) -> dict[str, Tensor]:
@@ -49,7 +46,7 @@ def test_every_implementation_of_the_experts(name: str, experts: str) -> None:
 
 @pytest.mark.table("(Mixtral|GPT-OSS)-.*")
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", [name for name in MIXTURES if name != "DeepSeek V3"])
 def test_recorded_router_logits_and_auxiliary_loss(name: str, checkpointed: bool) -> None:
     """With ``output_router_logits=True`` the recorded logits, the auxiliary loss and the gradients are the untiled
     ones, and the mixture with its router runs in tiles.
@@ -61,27 +58,10 @@ def test_recorded_router_logits_and_auxiliary_loss(name: str, checkpointed: bool
     assert "router 0" in true
     with prepare(model, tiling=Tiling(tile_tokens=24), activation_checkpointing=checkpointed) as prepared:
         for _ in range(2):
-            found = run(model, inputs, output_router_logits=True)
-            assert found.keys() == true.keys()
-            assert worst(found, true) <= MIXED
+            assert worst(run(model, inputs, output_router_logits=True), true) <= MIXED
         tiled = prepared.report().tiled
         assert len(tiled) == len(model.model.layers)
         assert all(row.tiles > 1 and "experts" not in row.path for row in tiled)
-
-
-def gradients_of_a_rank(name: str, tiling: Tiling | None) -> dict[str, Tensor]:
-    architecture = ARCHITECTURES[name]
-    model = architecture.build()
-    inputs = architecture.feed(model)
-    with prepare(model, tiling=tiling, activation_checkpointing=True):
-        parallel = DistributedDataParallel(model)
-        return run(parallel, inputs, output_router_logits=True)
-
-
-def test_recorded_router_logits_under_ddp(world: World) -> None:
-    """The same on two ranks of DDP."""
-    tiled, untiled = (world(gradients_of_a_rank, "Mixtral", tiling) for tiling in (Tiling(tile_tokens=24), None))
-    assert all(worst(found, true) <= MIXED for found, true in zip(tiled, untiled, strict=True))
 
 
 _ONE = 3 * 32 * 192
@@ -151,20 +131,14 @@ class Balanced(nn.Module):
         self.experts = nn.ModuleList(GatedMLP() for _ in range(3))
         self.shared_expert = GatedMLP()
         self.register_buffer("load", torch.zeros(3))
-        self.tokens_per_expert = torch.zeros(3)
-        self.loss: Any = None
 
     def forward(self, x: Tensor) -> Any:
         tokens = x.reshape(-1, H)
         scores = self.router(tokens).softmax(-1)
         if self.kind == "balance over tokens":
             scores = scores / scores.sum(0)
-        if self.kind == "kept loss":
-            self.loss = scores.mean(0).square().sum()
         if self.kind == "counted load" and self.training:
             self.load += scores.detach().sum(0).to(self.load.dtype)
-        if self.kind == "load in an attribute, where gradients are on" and torch.is_grad_enabled():
-            self.tokens_per_expert += scores.detach().sum(0).to(self.load.dtype)
         if self.kind == "capacity":
             first = scores.argsort(0, descending=True).argsort(0) < len(tokens) // 3
             scores = scores * first
@@ -174,29 +148,18 @@ class Balanced(nn.Module):
         return (out + self.shared_expert(tokens)).view_as(x)
 
 
-def total(model: nn.Module) -> Any:
-    return lambda output: (
-        spread(output) + sum(m.loss for m in model.modules() if isinstance(m, Balanced) and m.loss is not None)
-    )
-
-
 class Layer(nn.Module):
+    """A block with such a mixture between two norms."""
+
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(H), Balanced(kind)
+        self.pre_mlp_norm, self.mlp, self.post_mlp_norm = nn.LayerNorm(H), Balanced(kind), nn.RMSNorm(H)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))
+        return x + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(x)))
 
 
-KINDS = [
-    "balance over tokens",
-    "attached loss",
-    "kept loss",
-    "counted load",
-    "load in an attribute, where gradients are on",
-    "capacity",
-]
+KINDS = ["balance over tokens", "attached loss", "counted load", "capacity"]
 
 
 def statistics(kind: str, targets: str, checkpointed: bool, tiled: bool) -> dict[str, Any]:
@@ -204,13 +167,13 @@ def statistics(kind: str, targets: str, checkpointed: bool, tiled: bool) -> dict
     torch.manual_seed(0)
     model, x = nn.Sequential(Layer(kind), Layer(kind)).double(), randn(2, 24, H, dtype=torch.float64)
     tiling = Tiling(num_shards=4, targets=targets) if tiled else None
-    with prepare(model, tiling=tiling, activation_checkpointing=checkpointed and kind != "kept loss") as prepared:
+    with prepare(model, tiling=tiling, activation_checkpointing=checkpointed) as prepared:
         with torch.no_grad():  # a validation before the first step
             model.eval()(x)
         model.train()
-        found = {"gradients": gradients(model, x, loss=total(model))}
+        found = {"gradients": gradients(model, x)}
         rows = prepared.report().tiled
-    found["loads"] = [(layer.mlp.load.tolist(), layer.mlp.tokens_per_expert.tolist()) for layer in model]
+    found["loads"] = [layer.mlp.load.tolist() for layer in model]
     return {**found, "tiles": {row.path.split(".", 2)[2]: row.tiles for row in rows}}
 
 
@@ -237,49 +200,3 @@ def test_statistics_over_tokens_on_two_ranks(kind: str, world: World) -> None:
         assert worst(found["gradients"], true["gradients"]) <= 1e-10
         assert found["loads"] == true["loads"]
         assert set(found["tiles"].values()) == {4}
-
-
-@pytest.mark.parametrize("name", ["Switch Transformers", "FlexOlmo"])
-def test_capacity_and_norms_behind_mixtures(name: str) -> None:
-    """Experts with a capacity that overflows are tiled below their router; so is a mixture with a norm after it."""
-    torch.manual_seed(0)
-    ids = torch.randint(3, 32, (2, 64))
-    if name == "FlexOlmo":
-        from transformers import FlexOlmoConfig, FlexOlmoForCausalLM
-
-        sizes = {
-            "hidden_size": H,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-        }
-        config = FlexOlmoConfig(**sizes, vocab_size=32, num_experts=4, num_experts_per_tok=2, pad_token_id=0)
-        config._experts_implementation = "eager"
-        model, inputs = (
-            FlexOlmoForCausalLM(config).double(),
-            {"input_ids": ids, "labels": ids, "output_router_logits": True},
-        )
-    else:
-        from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
-
-        sizes = {
-            "d_model": H,
-            "d_ff": 48,
-            "d_kv": 8,
-            "num_layers": 2,
-            "num_decoder_layers": 2,
-            "num_heads": 2,
-            "num_experts": 4,
-        }
-        config = SwitchTransformersConfig(
-            **sizes, vocab_size=32, expert_capacity=8, router_jitter_noise=0.0, dropout_rate=0.0
-        )
-        config.decoder_start_token_id = 0
-        model, inputs = SwitchTransformersForConditionalGeneration(config).double(), {"input_ids": ids, "labels": ids}
-    true = run(model, inputs)
-    with prepare(model, tiling=Tiling(tile_tokens=5), activation_checkpointing=True):
-        found = run(model, inputs)
-    assert found.keys() == true.keys()
-    scale = max(float(value.norm()) for value in true.values())
-    assert max(float((found[n] - true[n]).norm()) / max(float(true[n].norm()), 1e-3 * scale) for n in true) <= 1e-6

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 from types import MethodType
 from typing import Any
 
@@ -108,29 +107,6 @@ def test_the_rest_of_the_block() -> None:
         assert flops(run) == untiled
 
 
-@pytest.mark.low_precision
-def test_memory_of_the_rest_of_the_block() -> None:
-    """Where the MLP is tiled, tiling the other norms too lowers the peak further (bfloat16, whose norms compute in
-    float32).
-    """
-    model = tiny_llama(hidden_size=64, intermediate_size=128, max_position_embeddings=1024).bfloat16()
-    hidden = randn(1, 1024, 64, dtype=torch.bfloat16)
-    positions = model.model.rotary_emb(hidden, torch.arange(1024)[None])
-    peaks = []
-    for targets in ("mlp", "auto"):
-        with prepare(
-            model, tiling=Tiling(tile_tokens=64, targets=targets, self_check=False), activation_checkpointing=True
-        ):
-            layer = model.model.layers[0]
-
-            def run() -> None:
-                layer(hidden, position_embeddings=positions).sum().backward()  # noqa: B023
-
-            run()
-            peaks.append(peak_bytes(run))
-    assert peaks[1] < 0.9 * peaks[0]
-
-
 def test_names_inside_of_what_auto_finds() -> None:
     """A name that lies inside of a feed-forward part is tiled with it, and not once more; a norm that is named is tiled
     by itself.
@@ -144,10 +120,8 @@ def test_names_inside_of_what_auto_finds() -> None:
 
 def test_a_function_as_targets() -> None:
     """``targets`` as a function of path and module chooses; one that chooses nothing is refused."""
-    model, x = nn.Sequential(Block(), Block()).double(), x64()
-    true = reference(model, x)
-    with prepare(model, tiling=Tiling(4, targets=lambda path, module: path.endswith("mlp") and path.startswith("1"))):
-        assert worst(gradients(model, x), true) <= 1e-10
+    model = nn.Sequential(Block(), Block())
+    with prepare(model, tiling=Tiling(4, targets=lambda path, module: path == "1.mlp")):
         assert paths(model) == ["1.mlp"]
     with pytest.raises(ValueError, match="matches no module of Sequential"):
         prepare(model, tiling=Tiling(targets=lambda path, module: False))
@@ -191,28 +165,6 @@ def test_plain_transformer_with_a_decoder() -> None:
         assert rows(model)
 
 
-class StateSpace(nn.Module):
-    """A selective state space: each token's state is the decayed one of the token before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.decay, self.out = nn.Linear(H, 48), nn.Linear(H, 48), nn.Linear(48, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        keep, new, states = self.decay(x).sigmoid(), self.into(x), [x.new_zeros(x.shape[0], 48)]
-        for t in range(x.shape[1]):
-            states.append(keep[:, t] * states[-1] + new[:, t])
-        return self.out(torch.stack(states[1:], 1))
-
-
-def test_state_space_block_stays_untiled(caplog: pytest.LogCaptureFixture) -> None:
-    """A state-space block, which widens and narrows as an MLP does, stays untiled with a warning that names it."""
-    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(H), StateSpace()) for _ in range(2)))
-    with prepare(model, tiling=Tiling(4)):
-        model(randn(1, 24, H))
-    assert re.search(r"0\.1 \(StateSpace\) is not position-wise.* runs untiled", caplog.text)
-
-
 @pytest.mark.parametrize(("name", "target"), [("Mamba", "MambaMixer"), ("RWKV", "RwkvFeedForward")])
 def test_state_space_models_of_transformers_are_refused(name: str, target: str) -> None:
     """Mamba's mixer, and RWKV's feed-forward part, which reads the token before, are refused if they are named."""
@@ -227,8 +179,8 @@ def test_state_space_models_of_transformers_are_refused(name: str, target: str) 
 
 @pytest.mark.parametrize("when", ["instance, before", "class, before", "instance, after"])
 def test_replaced_forwards_are_kept(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward that Liger or Hugging Face kernels put on the instance or on the class runs in the tiles, and is there
-    after release.
+    """A forward that Liger or Hugging Face kernels put on the instance or on the class runs in the tiles, those of a
+    copy too, and is there after release.
     """
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -247,8 +199,10 @@ def test_replaced_forwards_are_kept(when: str, monkeypatch: pytest.MonkeyPatch) 
     with prepare(model, tiling=Tiling(tile_tokens=24)):
         if when == "instance, after":
             mlp.forward = MethodType(kernel, mlp)
-        model(IDS)
-        assert set(calls) == ({48} if when == "instance, after" else {8, 16, 24})
+        for each in (model, copy.deepcopy(model)):
+            calls.clear()
+            each(IDS)
+            assert set(calls) == ({48} if when == "instance, after" else {8, 16, 24})
     calls.clear()
     model(IDS)
     assert set(calls) == {48}
