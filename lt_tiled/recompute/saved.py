@@ -70,14 +70,14 @@ class BlockSamples:
         token = _samples.set(self)
         try:
             yield
+            if self._in_turn is not None:
+                self._last["in turn"] = self._in_turn
+            for place, tensor in self._last.values():
+                self._print(place, tensor)
         finally:
             _samples.reset(token)
-        if self._in_turn is not None:
-            self._last["in turn"] = self._in_turn
             self._in_turn = None
-        for place, tensor in self._last.values():
-            self._print(place, tensor)
-        self._last.clear()
+            self._last.clear()  # also if the step ended: torch's record of the block refers to this
         self.history.turn += 1
         self.history.count = max(self._comparable, 1)
 

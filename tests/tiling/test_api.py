@@ -12,13 +12,8 @@ import torch
 from torch import nn
 
 from lt_tiled import Tiling, tile, untile
-<<<<<<< HEAD
-from lt_tiled.modules.patch import get_patch, remove_patch
-=======
 from lt_tiled.modules.patch import get_patch
->>>>>>> main
 from lt_tiled.modules.targets import find_tileable
-from lt_tiled.recompute.blocks import BlockPatch, patch_block
 from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch
 from tests.models import Block, GatedMLP, H, PlainMLP, RoutedMLP, TinyLM, tiny_llama
@@ -157,26 +152,6 @@ def test_patching_again_below_another_forward() -> None:
     assert get_patch(module, TiledPatch).largest == LargestCall(20, 5)
 
 
-<<<<<<< HEAD
-def test_two_patches_are_removed_in_any_order() -> None:
-    """A module that is tiled and checkpointed is as it was whichever patch goes first."""
-
-    def restore_block(module: nn.Module) -> None:
-        patch = get_patch(module, BlockPatch)
-        assert patch is not None
-        remove_patch(module, patch)
-
-    for order in (untile, restore_block), (restore_block, untile):
-        module = GatedMLP()
-        before = dict(module.__dict__)
-        tile(module, num_shards=4)
-        patch_block(module, BlockPatch("block"))
-        x = randn(1, 20, H)
-        module(x).sum().backward()
-        for undo in order:
-            undo(module)
-        assert module.__dict__ == before
-=======
 BAD: list[tuple[dict[str, Any], str]] = [
     *(({"num_shards": bad}, rf"num_shards={bad!r} must be 'auto' or an integer") for bad in (0, -1, 2.5, True, "all")),
     *(({"tile_tokens": bad}, rf"tile_tokens={bad!r} must be") for bad in (0, 2.5, True)),
@@ -188,7 +163,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"targets": []}, r"targets=\[\] must be"),
     ({"targets": ["MLP", ""]}, r"targets=\['MLP', ''\] must be"),
 ]
->>>>>>> main
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD)
