@@ -19,6 +19,7 @@ from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.policies import Tiling
+from lt_tiled.recompute.compare import Samples
 from lt_tiled.tiling.cut import Bounds, each_tile, tile_bounds
 from lt_tiled.tiling.recompute import (
     Precision,
@@ -27,6 +28,8 @@ from lt_tiled.tiling.recompute import (
     is_transformed,
     random_state_kept,
 )
+from lt_tiled.tiling.run import is_real
+from lt_tiled.tiling.weights import GradientSum
 
 Reduction = Literal["mean", "sum", "none"]
 Count = Tensor | float | Literal["global"] | None
@@ -81,6 +84,8 @@ class LossTiles:
     reduction: Reduction = "mean"
     num_shards: int | Literal["auto"] = "auto"
     accumulate: Literal["float32", "param"] = "float32"
+    name: str = "the tiled loss"
+    """The name of the head in messages."""
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum", "none"):
@@ -88,60 +93,32 @@ class LossTiles:
         Tiling(self.num_shards, accumulate=self.accumulate)
 
     def loss(
-        self,
-        head: Head,
-        hidden: Tensor,
-        labels: Tensor,
-        weights: Sequence[Tensor],
-        vocab_size: int,
-        count: Count = None,
+        self, head: Head, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor], count: Count = None
     ) -> Tensor:
-        """Return the loss of a head with these weights, for hidden states ``[..., H]`` and labels ``[...]``."""
-        if count is not None and self.reduction != "mean":
-            raise ValueError(
-                f"count={count!r} divides a mean, and reduction is {self.reduction!r}: set it to 'mean' or leave"
-                " count out."
-            )
-        if isinstance(count, Tensor):
-            known = count.numel() == 1 and not count.requires_grad
-        else:
-            number = isinstance(count, int | float) and not isinstance(count, bool)
-            known = 0 < count < math.inf if number else count in (None, "global")  # type: ignore[operator]
-        if not known:
-            raise ValueError(
-                f"count={count!r} must be a positive number, 'global', or None for the labels that count here; it gets"
-                " no gradient."
-            )
-        flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
-        divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
+        """Return the loss of a head with these weights, for hidden states ``[..., H]`` and labels ``[...]``.
+
+        Args:
+            head: Gives logits for hidden states and weights.
+            hidden: Hidden states.
+            labels: Integers.
+            weights: The weights of the head.
+            count: What a mean is divided by, instead of the labels that count.
+        """
+        rows = hidden.reshape(-1, hidden.shape[-1])  # [T, H]
+        targets = labels.reshape(-1).long()  # [T]
+        divisor = torch.ones((), device=labels.device)
+        if self.reduction == "mean":
+            divisor = self._count(targets, count)
         divisor = divisor.to(wide_dtype(hidden))
-        try:
-            loss = self._loss(head, flat, flat_labels, weights, divisor)
-        except (IndexError, RuntimeError) as error:  # on a CPU; a GPU stops with an assertion of its own
-            self._name_wrong_label(labels, vocab_size, error)
-            raise
-        return loss.view(labels.shape) if self.reduction == "none" else loss
-
-    def _loss(self, head: Head, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor], divisor: Tensor) -> Tensor:
-        """Return the loss of hidden states ``[T, H]``, in tiles unless a transform is around."""
         if is_transformed():
-            losses = self.kind.of(head(hidden, weights), labels)
-            return losses if self.reduction == "none" else losses.sum() / divisor
-        places = loss_places(self.num_shards, hidden.detach(), self.kind.counted(labels))
-        wants = [torch.is_grad_enabled() and t.requires_grad for t in (hidden, *weights)]
-        call = _LossCall(self, head, places, labels, divisor, Precision.now(hidden.device), wants)
-        loss: Tensor = _TiledLoss.apply(call, hidden, *weights)
-        return loss
-
-    def _name_wrong_label(self, labels: Tensor, vocab_size: int, error: Exception) -> None:
-        if labels.device.type != "cpu":
-            return
-        wrong = (self.kind.counted(labels) & ((labels < 0) | (labels >= vocab_size))).nonzero().tolist()
-        if wrong:
-            raise IndexError(
-                f"label {int(labels[tuple(wrong[0])])} of token {wrong[0]} is out of range: it must be"
-                f" {self.kind.ignore_index} or in [0, {vocab_size})."
-            ) from error
+            loss = self.kind.of(head(rows, weights), targets)
+            loss = loss if self.reduction == "none" else loss.sum() / divisor
+        else:
+            places = loss_places(self.num_shards, rows.detach(), self.kind.counted(targets))
+            wants = [torch.is_grad_enabled() and t.requires_grad for t in (rows, *weights)]
+            call = _LossCall(self, head, places, targets, divisor, wants, Precision.now(rows.device))
+            loss = _TiledLoss.apply(call, rows, *weights)
+        return loss.view(labels.shape) if self.reduction == "none" else loss
 
     def _count(self, labels: Tensor, count: Count) -> Tensor:
         if count is None or isinstance(count, str):
@@ -163,55 +140,71 @@ class _LossCall:
     places: list[TileTokens]
     labels: Tensor
     divisor: Tensor
-    autocast: Precision
     wants: list[bool]
     """Whether the hidden states, and each weight, want a gradient."""
-    random: RandomState | None = None
-    """The generators' state before the forward pass, if it drew random numbers."""
+    precision: Precision
 
     def scales(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return what each token's gradient is multiplied by before it is rounded, and in the backward pass."""
         # No label counts: the loss is nan, and the gradients are zeros, as untiled.
         divisor = self.divisor.where(self.divisor != 0, 1.0)
-        if (self.autocast.dtype or hidden.dtype) == torch.float16:  # keeps gradients in range until the backward pass
+        if (self.precision.dtype or hidden.dtype) == torch.float16:  # keeps gradients in range until the backward pass
             most = _HALF_SCALE / self.tiles.kind.counted(self.labels).sum().clamp(min=1) * divisor.clamp(max=2.0**100)
             power = most / (2 * most.frexp().mantissa)  # of two, so that the backward pass rounds nothing
             return power / divisor, 1 / power
         return 1 / divisor, torch.ones_like(divisor)
 
+    def samples(self, hidden: Tensor) -> Samples | None:
+        """Return what takes fingerprints of the logits of one pass, from at most an eighth of a tile's tokens."""
+        return Samples(self.tiles.name, max(8, len(self.places)), self.precision.dtype) if is_real(hidden) else None
+
     def run(
-        self, hidden: Tensor, weights: Sequence[Tensor], wants: Sequence[bool], incoming: Tensor | None = None
+        self, hidden: Tensor, weights: Sequence[Tensor], factors: Tensor | None, samples: Samples | None = None
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Run all tiles; return the losses, or their sum, and the gradients that are wanted.
 
         Args:
             hidden: ``[T, H]``.
             weights: The weights of the head.
-            wants: Whether the hidden states, and each weight, want a gradient.
-            incoming: The gradient of each token's loss.
+            factors: The gradient of each token's loss, ``[T]``; without it there are no gradients.
+            samples: Takes the fingerprint of each tile's logits.
         """
+        # 1. Memory for the results.
         per_token = self.tiles.reduction == "none"
         losses = hidden.new_zeros(len(self.labels) if per_token else (), dtype=wide_dtype(hidden))
-        grad_hidden = torch.zeros_like(hidden) if wants[0] else None
-        plain = self.head is linear and not any(is_traceable_wrapper_subclass(t) for t in (hidden, *weights))
-        kind = LinearTile if plain else GraphTile
-        tile = kind(self.head, weights, wants, self.tiles.accumulate, self.autocast)
+        wants_hidden, *wants = self.wants if factors is not None else [False] * len(self.wants)
+        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        sums: list[GradientSum | None] = []
+        for weight, wanted in zip(weights, wants, strict=True):
+            sums.append(GradientSum(weight, self.tiles.accumulate) if wanted else None)
+        # 2. What computes logits, and their gradients.
+        tile: LinearTile | GraphTile = GraphTile(self.head, weights, sums, wants_hidden, self.tiles.name)
+        if self.head is linear and not any(map(is_traceable_wrapper_subclass, (hidden, *weights))):
+            tile = LinearTile(weights, sums, wants_hidden, self.precision)
         for place in each_tile(self.places):
-            rows, labels = hidden[place], self.labels[place]
-            factor = None
-            if any(wants) and incoming is not None:
-                factor = incoming[place].to(losses.dtype).where(self.tiles.kind.counted(labels), 0.0)
-            logits = tile.logits(rows)
+            # 3. The logits of a tile become the gradient of its losses.
+            labels, factor = self.labels[place], None
+            if factors is not None and (wants_hidden or any(wants)):
+                factor = factors[place].to(losses.dtype).where(self.tiles.kind.counted(labels), 0.0)
+            logits = tile.logits(hidden[place])
+            if samples is not None:
+                samples.take([logits])
             loss = self.tiles.kind.of(logits, labels, factor)
             if per_token:
                 losses[place] = loss
             else:
                 losses += loss.sum()
+            # 4. The gradients of weights are added to their sums.
             part = None if factor is None else tile.backward(logits)
             if grad_hidden is not None and part is not None:
                 grad_hidden[place] = part.to(grad_hidden.dtype)
             del logits, part
-        return losses, [grad_hidden, *tile.totals()]
+        if self.precision.dtype is not None:
+            torch.clear_autocast_cache()  # it holds casts of leaves
+        found = [grad_hidden]
+        for total in sums:
+            found.append(None if total is None else total.sum_or_zeros())
+        return losses, found
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -219,23 +212,19 @@ class _TiledLoss(torch.autograd.Function):
     @hidden_from_checkpoints()
     def forward(ctx: Any, call: _LossCall, hidden: Tensor, *weights: Tensor) -> Tensor:
         ctx.call = call
-        start = None if call.head is linear else RandomState.now(hidden.device)
         if call.tiles.reduction == "none":
             ctx.save_for_backward(hidden, call.labels, *weights)  # which notices changes in place
-            loss = call.run(hidden, weights, [False] * len(call.wants))[0]
-        else:
-            scale, ctx.factor = call.scales(hidden)
-            loss, gradients = call.run(hidden, weights, call.wants, scale.expand(len(call.labels)))
-            loss = loss / call.divisor
-            ctx.dtypes = [t.dtype for t in (hidden, *weights)]
-            # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range.
-            for index, (gradient, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
-                if gradient is not None and dtype == torch.bfloat16:
-                    gradients[index] = gradient.to(dtype)
-            ctx.save_for_backward(*gradients)
-        if start is not None and not start.same_as(RandomState.now(hidden.device)):
-            call.random = start
-        return loss
+            ctx.random, ctx.samples = RandomState.now(hidden.device), call.samples(hidden)
+            return call.run(hidden, weights, None, ctx.samples)[0]
+        scale, ctx.factor = call.scales(hidden)
+        loss, gradients = call.run(hidden, weights, scale.expand(len(call.labels)))
+        ctx.dtypes = [t.dtype for t in (hidden, *weights)]
+        # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range.
+        for index, (gradient, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
+            if gradient is not None and dtype == torch.bfloat16:
+                gradients[index] = gradient.to(dtype)
+        ctx.save_for_backward(*gradients)
+        return loss / call.divisor
 
     @staticmethod
     @without_compiler
@@ -243,21 +232,23 @@ class _TiledLoss(torch.autograd.Function):
         call: _LossCall = ctx.call
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "A backward pass through a loss in tiles cannot be differentiated (create_graph=True): compute it from"
-                " full logits (loss=False)."
+                f"A backward pass through a loss in tiles cannot be differentiated (create_graph=True): {_REMEDY}."
             )
-        saved = ctx.saved_tensors
-        if call.tiles.reduction == "none":
-            hidden, _, *weights = saved
-            with call.autocast.context(), random_state_kept(hidden.device, call.random):
-                gradients = call.run(hidden, weights, call.wants, incoming)[1]
-            pairs = zip(gradients, (hidden, *weights), strict=True)
-            return (None, *(None if g is None else g.to(t.dtype) for g, t in pairs))
-        scaled = (
-            None if g is None else _scaled(g, incoming * ctx.factor, dtype)
-            for g, dtype in zip(saved, ctx.dtypes, strict=True)
-        )
-        return (None, *scaled)
+        saved, found = ctx.saved_tensors, list[Tensor | None]()
+        if call.tiles.reduction != "none":
+            for gradient, dtype in zip(saved, ctx.dtypes, strict=True):
+                found.append(None if gradient is None else _scaled(gradient, incoming * ctx.factor, dtype))
+            return (None, *found)
+        # The tiles run once more, as in the forward pass.
+        hidden, _, *weights = saved
+        samples = call.samples(hidden)
+        with call.precision.context(), random_state_kept(hidden.device, ctx.random):
+            gradients = call.run(hidden, weights, incoming, samples)[1]
+        if samples is not None and ctx.samples is not None:
+            ctx.samples.compare(samples, _REMEDY)
+        for gradient, tensor in zip(gradients, (hidden, *weights), strict=True):
+            found.append(None if gradient is None else gradient.to(tensor.dtype))
+        return (None, *found)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -275,3 +266,4 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 _ROWS = 4096
 _HALF_SCALE = 2.0**15
 """What gradient scalers begin with: the gradient of a label is then at most half of float16's largest number."""
+_REMEDY = "compute it from full logits (loss=False)"

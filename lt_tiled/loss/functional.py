@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -64,6 +65,7 @@ def tiled_linear_cross_entropy(
         ValueError: If shapes do not fit or a value is out of bounds.
     """
     check_shapes(hidden, weight, labels, bias)
+    check_divisor(count, reduction)
     if not isinstance(shift, bool):
         raise ValueError(f"shift={shift!r} must be True or False: labels are shifted by one token.")
     kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss)
@@ -71,13 +73,13 @@ def tiled_linear_cross_entropy(
     labels = next_labels(labels, ignore_index) if shift else labels
     weights, region = [weight] if bias is None else [weight, bias], current()
     if region is None or region.size == 1 or reduction == "none":
-        return tiles.loss(linear, hidden, labels, weights, weight.shape[0], count)
+        return tiles.loss(linear, hidden, labels, weights, count)
     # The mean over the ranks of what each returns is the loss of all: see NOTE [Sequence parallelism].
     if count is None and reduction == "mean":
         count = region.mean(kind.counted(labels).sum().to(wide_dtype(hidden)))
     elif count is not None and count != "global":
         count = count / region.size
-    loss = tiles.loss(linear, hidden, labels, weights, weight.shape[0], count)
+    loss = tiles.loss(linear, hidden, labels, weights, count)
     region.losses += 1
     return loss * region.size if reduction == "sum" else loss
 
@@ -129,6 +131,29 @@ def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
     if region is None or region.size == 1:
         return shifted(labels, ignore_index)
     return region.shifted(labels.long(), ignore_index)
+
+
+def check_divisor(count: Count, reduction: Reduction) -> None:
+    """Refuse a count that does not divide a mean, or is not positive.
+
+    Raises:
+        ValueError: With what it may be.
+    """
+    if count is not None and reduction != "mean":
+        raise ValueError(
+            f"count={count!r} divides a mean, and reduction is {reduction!r}: set it to 'mean' or leave count out."
+        )
+    if isinstance(count, Tensor):
+        known = count.numel() == 1 and not count.requires_grad
+    elif isinstance(count, int | float) and not isinstance(count, bool):
+        known = 0 < count < math.inf
+    else:
+        known = count in (None, "global")
+    if not known:
+        raise ValueError(
+            f"count={count!r} must be a positive number, 'global', or None for the labels that count here; it gets no"
+            " gradient."
+        )
 
 
 def check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:

@@ -217,7 +217,7 @@ class DeferredLogits(Deferred):
         plain = all(value is None for value in others.values()) and target.dtype in (torch.long, torch.uint8)
         if not plain or self.meta.dim() > 2 or self.meta.shape[:-1] != target.shape or input is not self:
             return NotImplemented
-        patch, steps, vocab_size = self.call.patch, self.steps, self.meta.shape[-1]
+        patch, steps = self.call.patch, self.steps
         while steps and steps[-1][1]:  # tiles are float32 themselves
             steps = steps[:-1]
 
@@ -228,7 +228,7 @@ class DeferredLogits(Deferred):
             tiles = LossTiles(CrossEntropy(ignore_index, label_smoothing), reduction, patch.num_shards)
             if patch.plain(head) and not steps and reduction != "none":
                 plain = [cast("Tensor", w) for w in (head.weight, head.bias) if w is not None]
-                return tiles.loss(linear, hidden, target, plain, vocab_size)
+                return tiles.loss(linear, hidden, target, plain)
             work = TileFunction.of(head.forward, (head,), None, whole=True)
             weights = weights_of(work.parts) if torch.is_grad_enabled() else {}
             remedy = "turn the tiled loss off with loss=False"
@@ -245,7 +245,7 @@ class DeferredLogits(Deferred):
                     check_leaves([found.grad_fn], set(map(id, known)), f"the head of {patch.name}")
                 return found
 
-            return tiles.loss(logits, hidden, target, list(weights), vocab_size)
+            return tiles.loss(logits, hidden, target, list(weights))
 
         return self.call.run(compute)
 

@@ -150,10 +150,10 @@ class Samples:
         if weight.dtype in EPS:
             self.weight = [fingerprint(weight, FEW_ROWS)]
 
-    def compare(self, now: Samples) -> None:
-        """Compare them with those of the recompute, at the end of the backward pass."""
+    def compare(self, now: Samples, remedy: str = "lt_tiled.untile() it") -> None:
+        """Compare them with those of the recompute, at the end of the backward pass; the remedy is for messages."""
         for before, after in ((self.tiles, now.tiles), (self.weight, now.weight)):
             if before:
                 same = len(before) == len(after)
                 pair = torch.cat(before), torch.cat(after) if same else torch.tensor(torch.nan)
-                VERDICT.add(Sample(self.name, "lt_tiled.untile() it", now.eps, *pair))
+                VERDICT.add(Sample(self.name, remedy, now.eps, *pair))

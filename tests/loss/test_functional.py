@@ -193,7 +193,9 @@ def test_costs_no_more_flops(frozen: tuple[int, ...], ignored: int) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_the_host_reads_one_number(reduction: Any) -> None:
-    """Forward and backward wait for the device once, for the number of labels that count."""
+    """Forward and backward wait for the device once, for the number of labels that count; with ``"none"`` also for the
+    comparison of the recompute.
+    """
 
     class Reads(TorchDispatchMode):
         found = 0
@@ -206,7 +208,7 @@ def test_the_host_reads_one_number(reduction: Any) -> None:
     with Reads() as reads:
         loss = tiled_linear_cross_entropy(hidden, weight, labels, bias, reduction=reduction, num_shards=3)
         torch.autograd.grad(loss.sum(), [hidden, weight, bias])
-    assert reads.found == 1
+    assert reads.found == 1 + (reduction == "none")
 
 
 def peak_in_logits(dtype: torch.dtype, **options: Any) -> float:
@@ -246,7 +248,7 @@ def test_peak_of_any_head(dtype: torch.dtype) -> None:
     tiles = LossTiles(CrossEntropy(), "mean", 4)
 
     def run() -> None:
-        loss = tiles.loss(lambda x, w: F.linear(x, *w) * 0.5, hidden, torch.arange(1024), [weight], 32768)
+        loss = tiles.loss(lambda x, w: F.linear(x, *w) * 0.5, hidden, torch.arange(1024), [weight])
         torch.autograd.grad(loss, [hidden, weight])
 
     assert 2 < peak_bytes(run) / (256 * 32768 * dtype.itemsize) <= 2.1
@@ -357,14 +359,6 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
         tiled_linear_cross_entropy(**({"hidden": hidden, "weight": weight, "labels": labels, "bias": bias} | change))
 
 
-def test_a_label_out_of_range_is_named() -> None:
-    """On a CPU a label that is no row of the weight raises ``IndexError`` with its value, place and bound."""
-    hidden, weight, labels, bias = some()
-    labels[1, 2] = 99
-    with pytest.raises(IndexError, match=r"label 99 of token \[1, 2\] is out of range: .* -100 or in \[0, 37\)"):
-        tiled_linear_cross_entropy(hidden, weight, labels, bias, num_shards=3)
-
-
 def test_labels_that_are_changed_before_the_backward_pass() -> None:
     """Labels that the backward pass needs, and that were changed in place since, raise as in torch."""
     hidden, weight, labels, bias = some()
@@ -450,7 +444,7 @@ def test_a_random_head() -> None:
         torch.manual_seed(0)
         tiles = LossTiles(CrossEntropy(), reduction, 3)
         loss = tiles.loss(
-            lambda rows, weights: F.linear(F.dropout(rows, 0.5), *weights), hidden, labels, [weight], weight.shape[0]
+            lambda rows, weights: F.linear(F.dropout(rows, 0.5), *weights), hidden, labels, [weight]
         ).sum()
         torch.manual_seed(1)
         found.append([loss, *torch.autograd.grad(loss, [hidden, weight])])
@@ -463,9 +457,7 @@ def test_weights_without_dimensions() -> None:
     hidden, weight, labels, _ = some(torch.bfloat16)
     scale = torch.tensor(0.7, dtype=torch.bfloat16, requires_grad=True)
     tiles = LossTiles(CrossEntropy(), "mean", 3)
-    loss = tiles.loss(
-        lambda rows, weights: F.linear(rows, weights[0]) * weights[1], hidden, labels, [weight, scale], weight.shape[0]
-    )
+    loss = tiles.loss(lambda rows, weights: F.linear(rows, weights[0]) * weights[1], hidden, labels, [weight, scale])
     found = torch.autograd.grad(loss, scale)
 
     def full(hidden: Tensor, weight: Tensor, scale: Tensor) -> Any:
