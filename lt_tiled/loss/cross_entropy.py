@@ -63,41 +63,38 @@ class CrossEntropy:
         return torch.cat([self._part(*part) for part in parts])
 
     def _part(self, logits: Tensor, labels: Tensor, factor: Tensor | None) -> Tensor:
-        wide = wide_dtype(logits)
+        wide, smooth = wide_dtype(logits), self.label_smoothing
         counted = self.counted(labels)
-        chosen = labels.where(counted, 0)[:, None]
-        values = logits if self.logit_scale == 1.0 else logits.to(wide) * self.logit_scale
-        bent: Tensor | None = None
+        chosen = labels.where(counted, 0)[:, None]  # [t, 1]
+        # 1. The logits, scaled and capped.
+        values = logits if self.logit_scale == 1.0 else logits.to(wide) * self.logit_scale  # [t, V]
+        tanh: Tensor | None = None
         if self.logit_softcap is not None:
-            bent = (values.to(wide) / self.logit_softcap).tanh_()
-            values = bent * self.logit_softcap
-        most = values.amax(-1, keepdim=True) if factor is not None and values.dtype == wide else None
-        whole = values.to(wide).logsumexp(-1, keepdim=True) if self.z_loss and most is None else None
-        # In place the logarithms lack that of their sum, and the gradient is divided by it in the end.
-        logs = values.log_softmax(-1, dtype=wide) if most is None else values.sub_(most)
+            tanh = (values.to(wide) / self.logit_softcap).tanh_()
+            values = tanh * self.logit_softcap
+        # 2. The losses.
+        normalizer = values.to(wide).logsumexp(-1, keepdim=True) if self.z_loss else None  # [t, 1]
+        logs = values.log_softmax(-1, dtype=wide)
         del values
-        smooth = self.label_smoothing
         loss = -logs.gather(-1, chosen)
         if smooth:
             loss = (1 - smooth) * loss - smooth * logs.mean(-1, keepdim=True)
-        gradient = logs if factor is None else logs.exp_()
-        sums = loss.new_ones(()) if most is None else gradient.sum(-1, keepdim=True)
-        if most is not None:
-            loss, whole = loss + sums.log(), most + sums.log() if self.z_loss else None
-        if whole is not None:
-            loss = loss + self.z_loss * whole.square()
+        if normalizer is not None:
+            loss = loss + self.z_loss * normalizer.square()
         loss = loss.squeeze(-1).where(counted, 0.0)
         if factor is None:
             return loss
-        if whole is not None:
-            gradient.mul_(1 + 2 * self.z_loss * whole)
-        gradient.scatter_add_(-1, chosen, (sums * (smooth - 1)).expand(chosen.shape))
+        # 3. Their gradient: softmax less the label, and what smoothing, z-loss, cap and scale add.
+        gradient = logs.exp_()
+        if normalizer is not None:
+            gradient.mul_(1 + 2 * self.z_loss * normalizer)
+        gradient.scatter_add_(-1, chosen, loss.new_full((), smooth - 1).expand(chosen.shape))
         if smooth:
-            gradient.sub_(sums * (smooth / gradient.shape[-1]))
-        if bent is not None:
-            gradient.mul_(bent.square_().neg_().add_(1))
+            gradient.sub_(smooth / gradient.shape[-1])
+        if tanh is not None:
+            gradient.mul_(tanh.square_().neg_().add_(1))
         # As in torch, nan stays nan where a label does not count.
-        torch.mul(gradient, (factor * self.logit_scale)[:, None] / sums, out=logits)
+        torch.mul(gradient, (factor * self.logit_scale)[:, None], out=logits)
         return loss
 
 
