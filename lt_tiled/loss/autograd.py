@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
@@ -57,13 +57,10 @@ TileTokens = slice | Tensor
 def loss_places(num_shards: int | Literal["auto"], hidden: Tensor, counted: Tensor) -> list[TileTokens]:
     """Return each tile's tokens: those whose label counts, and those with nan or inf, which spoil all gradients.
 
-    Their number is read from the device once. Where it cannot be (simulations, captured and compiled code), the tiles
-    have all tokens.
+    Their number is read from the device once. In simulations the tiles have all tokens.
     """
     bounds = loss_bounds(num_shards, *hidden.shape)
-    plain = type(hidden) in (Tensor, nn.Parameter) and type(counted) is Tensor and not hidden.is_meta
-    capturing = counted.is_cuda and torch.cuda.is_current_stream_capturing()
-    if plain and not capturing and not torch.compiler.is_compiling():
+    if is_real(hidden) and type(counted) is Tensor:
         sums = hidden.sum(-1, dtype=wide_dtype(hidden))  # nan or inf, if one of them is
         rows = (counted | ~sums.isfinite()).nonzero().squeeze(-1)
         if len(rows) < len(counted):
@@ -95,15 +92,7 @@ class LossTiles:
     def loss(
         self, head: Head, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor], count: Count = None
     ) -> Tensor:
-        """Return the loss of a head with these weights, for hidden states ``[..., H]`` and labels ``[...]``.
-
-        Args:
-            head: Gives logits for hidden states and weights.
-            hidden: Hidden states.
-            labels: Integers.
-            weights: The weights of the head.
-            count: What a mean is divided by, instead of the labels that count.
-        """
+        """Return the loss of a head with these weights, for hidden states ``[..., H]`` and labels ``[...]``."""
         rows = hidden.reshape(-1, hidden.shape[-1])  # [T, H]
         targets = labels.reshape(-1).long()  # [T]
         divisor = torch.ones((), device=labels.device)
@@ -256,14 +245,12 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if gradient.dtype == dtype and dtype in (torch.float32, torch.float64):
         return gradient * factor.to(dtype)
     result = torch.empty_like(gradient, dtype=dtype)
-    if gradient.dim() == 0:
-        return result.copy_(gradient.float() * factor)
-    for rows, into in zip(gradient.split(_ROWS), result.split(_ROWS), strict=True):
-        into.copy_(rows.float() * factor)
+    for part, into in zip(gradient.view(-1).split(_PART), result.view(-1).split(_PART), strict=True):
+        into.copy_(part.float() * factor)
     return result
 
 
-_ROWS = 4096
+_PART = 2**24
 _HALF_SCALE = 2.0**15
 """What gradient scalers begin with: the gradient of a label is then at most half of float16's largest number."""
 _REMEDY = "compute it from full logits (loss=False)"

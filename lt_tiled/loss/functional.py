@@ -6,7 +6,7 @@ import math
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lt_tiled.loss.autograd import Count, LossTiles, Reduction
 from lt_tiled.loss.cross_entropy import CrossEntropy, shifted, wide_dtype
@@ -66,8 +66,6 @@ def tiled_linear_cross_entropy(
     """
     check_shapes(hidden, weight, labels, bias)
     check_divisor(count, reduction)
-    if not isinstance(shift, bool):
-        raise ValueError(f"shift={shift!r} must be True or False: labels are shifted by one token.")
     kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss)
     tiles = LossTiles(kind, reduction, num_shards, accumulate)
     labels = next_labels(labels, ignore_index) if shift else labels
@@ -85,44 +83,13 @@ def tiled_linear_cross_entropy(
 
 
 def tiled_token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    *,
-    num_shards: int | Literal["auto"] = "auto",
-    ignore_index: int = -100,
-    logit_softcap: float | None = None,
-    logit_scale: float = 1.0,
-    shift: bool = False,
-    accumulate: Literal["float32", "param"] = "float32",
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
     """Return the log-probability of each label, for DPO and other preference losses: ``[...]``, zero where ignored.
 
-    The arguments, and the errors raised, are those of :func:`tiled_linear_cross_entropy`.
+    The options are those of :func:`tiled_linear_cross_entropy` but for the reduction, and so are the errors raised.
     """
-    options: dict[str, Any] = {"num_shards": num_shards, "ignore_index": ignore_index, "accumulate": accumulate}
-    options |= {"logit_softcap": logit_softcap, "logit_scale": logit_scale, "shift": shift}
     return -tiled_linear_cross_entropy(hidden, weight, labels, bias, reduction="none", **options)
-
-
-class TiledLinearCrossEntropy(nn.Module):
-    """:func:`tiled_linear_cross_entropy` as a module; it holds no weights.
-
-    Args:
-        options: The function's keyword arguments.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = options
-
-    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the loss; see the function."""
-        return tiled_linear_cross_entropy(hidden, weight, labels, bias, **self.options)
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
 def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
@@ -134,52 +101,25 @@ def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def check_divisor(count: Count, reduction: Reduction) -> None:
-    """Refuse a count that does not divide a mean, or is not positive.
-
-    Raises:
-        ValueError: With what it may be.
-    """
+    """Refuse a count that does not divide a mean, or is not positive, with a ``ValueError``."""
     if count is not None and reduction != "mean":
-        raise ValueError(
-            f"count={count!r} divides a mean, and reduction is {reduction!r}: set it to 'mean' or leave count out."
-        )
+        raise ValueError(f"count={count!r} divides a mean: leave it out for reduction={reduction!r}, or set 'mean'.")
     if isinstance(count, Tensor):
         known = count.numel() == 1 and not count.requires_grad
-    elif isinstance(count, int | float) and not isinstance(count, bool):
-        known = 0 < count < math.inf
     else:
-        known = count in (None, "global")
+        known = count in (None, "global") or (isinstance(count, int | float) and 0 < count < math.inf)
     if not known:
-        raise ValueError(
-            f"count={count!r} must be a positive number, 'global', or None for the labels that count here; it gets no"
-            " gradient."
-        )
+        raise ValueError(f"count={count!r} must be a positive number without a gradient, 'global' or None.")
 
 
 def check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
-    """Refuse hidden states, labels and a head that do not fit together.
-
-    Raises:
-        TypeError: If the weight is a module.
-        ValueError: With the shapes, and those that would fit.
-    """
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"weight is a {type(weight).__name__}: pass its weight of shape [V, H], as in head.weight.")
-    if not hidden.is_floating_point():
-        raise ValueError(f"hidden is {hidden.dtype} and must be floating point.")
+    """Refuse labels that are no integers, and shapes that do not fit together, with a ``ValueError``."""
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels are {labels.dtype} and must be integers: probabilities are not supported.")
-    if hidden.shape[:-1] != labels.shape:
+    fit = labels.shape == hidden.shape[:-1] and weight.dim() == 2 and weight.shape[1] == hidden.shape[-1]
+    fit = fit and (bias is None or bias.shape == weight.shape[:1])
+    if not fit:
+        shapes = [None if t is None else list(t.shape) for t in (hidden, weight, labels, bias)]
         raise ValueError(
-            f"labels have the shape {list(labels.shape)} and hidden {list(hidden.shape)}: labels must be"
-            f" {list(hidden.shape[:-1])}."
-        )
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"weight has the shape {list(weight.shape)}, and hidden states of {hidden.shape[-1]} need"
-            f" [V, {hidden.shape[-1]}]."
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"bias has the shape {list(bias.shape)} and must be [{weight.shape[0]}], one entry for each row of weight."
+            f"hidden, weight, labels and bias have the shapes {shapes} and must have [..., H], [V, H], [...] and [V]."
         )

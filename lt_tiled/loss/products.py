@@ -25,12 +25,12 @@ def linear(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 class LinearTile:
-    """Tiles of a head that is a weight, without a graph: all tiles' logits are in the same memory."""
+    """Tiles of a head that is a weight, without a graph."""
 
     def __init__(self, weights: Sequence[Tensor], sums: Sums, wants_rows: bool, autocast: Precision) -> None:
         self._sums, self._wants_rows, self._dtype = sums, wants_rows, autocast.dtype
         self._weight, *self._bias = (self._cast(w.detach()) for w in weights)
-        self._rows = self._buffer = self._weight[:0]
+        self._rows = self._weight[:0]
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor if self._dtype is None or tensor.dtype == torch.float64 else tensor.to(self._dtype)
@@ -38,12 +38,7 @@ class LinearTile:
     def logits(self, rows: Tensor) -> Tensor:
         """Return the logits ``[t, V]`` of hidden states ``[t, H]``, which may be overwritten."""
         self._rows = self._cast(rows)
-        if len(self._buffer) < len(rows) or not self._buffer.numel():
-            self._buffer = self._rows.new_empty(len(rows), len(self._weight))
-        into, transposed = self._buffer[: len(rows)], self._weight.t()
-        if self._bias:
-            return torch.addmm(self._bias[0], self._rows, transposed, out=into)
-        return torch.mm(self._rows, transposed, out=into)
+        return F.linear(self._rows, self._weight, *self._bias)
 
     def backward(self, gradient: Tensor) -> Tensor | None:
         """Add the weights' gradients for the last tile's gradient of logits, and return that of its hidden states."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.checkpointing import BlockPatch
-from lt_tiled.loss.logits import HeadPatch
+from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.policies import check_count

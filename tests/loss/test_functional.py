@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lt_tiled import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
+from lt_tiled import tiled_linear_cross_entropy, tiled_token_logprobs
 from lt_tiled.loss.autograd import LossTiles
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from tests.meters import LiveBytes, flops, peak_bytes
@@ -312,50 +311,27 @@ def test_token_logprobs() -> None:
     assert error(list(results[1]), list(results[0])) <= 1e-12
 
 
-def test_module_form() -> None:
-    """The module is the function with its options."""
-    hidden, weight, labels, bias = some()
-    module = TiledLinearCrossEntropy(num_shards=3, label_smoothing=0.1)
-    assert torch.equal(
-        module(hidden, weight, labels, bias), tiled_linear_cross_entropy(hidden, weight, labels, bias, **module.options)
-    )
-    assert "label_smoothing=0.1" in repr(module)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logit_softcap": math.inf}, "logit_softcap"),
-        ({"logit_scale": math.nan}, "logit_scale"),
-        ({"z_loss": math.nan}, "z_loss"),
-        ({"ignore_index": 1.5}, "ignore_index"),
         ({"label_smoothing": 1.5}, r"label_smoothing=1.5 must be between 0 and 1"),
         ({"logit_softcap": 0.0}, r"logit_softcap=0.0 must be positive"),
-        ({"z_loss": -1.0}, r"z_loss=-1.0 must be finite and at least 0"),
         ({"reduction": "max"}, r"reduction='max' must be"),
         ({"num_shards": 0}, r"num_shards=0 must be"),
         ({"reduction": "sum", "count": 3}, r"count=3 divides a mean"),
-        ({"count": "local"}, r"count='local' must be a positive number, 'global', or None"),
+        ({"count": "local"}, r"count='local' must be a positive number"),
         ({"count": 0}, r"count=0 must be a positive number"),
-        ({"count": True}, r"count=True must be a positive number"),
-        ({"count": float("inf")}, r"count=inf must be a positive number"),
-        ({"count": torch.ones((), requires_grad=True)}, r"count=tensor\(1\., requires_grad=True\) .* no gradient"),
-        ({"hidden": torch.zeros(2, 19, 16, dtype=torch.complex64)}, r"hidden is torch.complex64"),
-        ({"shift": 2}, r"shift=2 must be True or False"),
-        ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"labels have the shape \[2, 3\] and hidden \[2, 19, 16\]"),
+        ({"count": torch.ones((), requires_grad=True)}, r"must be a positive number without a gradient"),
+        ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"shapes \[\[2, 19, 16\], \[37, 16\], \[2, 3\], \[37\]\]"),
+        ({"weight": torch.zeros(5, 7)}, r"\[5, 7\].* must have \[\.\.\., H\], \[V, H\]"),
+        ({"bias": torch.zeros(3)}, r"\[3\]\] and must have"),
         ({"labels": torch.zeros(2, 19)}, r"labels are torch.float32 and must be integers"),
-        ({"weight": torch.zeros(5, 7)}, r"weight has the shape \[5, 7\].*\[V, 16\]"),
-        ({"bias": torch.zeros(3)}, r"bias has the shape \[3\] and must be \[37\]"),
-        (
-            {"weight": torch.nn.Linear(16, 37)},
-            r"weight is a Linear: pass its weight of shape \[V, H\], as in head.weight",
-        ),
     ],
 )
 def test_bad_input(change: dict[str, Any], message: str) -> None:
     """Values out of bounds and shapes that do not fit are refused with the bound."""
     hidden, weight, labels, bias = some()
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         tiled_linear_cross_entropy(**({"hidden": hidden, "weight": weight, "labels": labels, "bias": bias} | change))
 
 
