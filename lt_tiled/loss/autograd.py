@@ -80,14 +80,13 @@ class LossTiles:
     kind: CrossEntropy
     reduction: Reduction = "mean"
     num_shards: int | Literal["auto"] = "auto"
-    accumulate: Literal["float32", "param"] = "float32"
     name: str = "the tiled loss"
     """The name of the head in messages."""
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction={self.reduction!r} must be 'mean', 'sum' or 'none'.")
-        Tiling(self.num_shards, accumulate=self.accumulate)
+        Tiling(self.num_shards)
 
     def loss(
         self, head: Head, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor], count: Count = None
@@ -95,13 +94,10 @@ class LossTiles:
         """Return the loss of a head with these weights, for hidden states ``[..., H]`` and labels ``[...]``."""
         rows = hidden.reshape(-1, hidden.shape[-1])  # [T, H]
         targets = labels.reshape(-1).long()  # [T]
-        divisor = torch.ones((), device=labels.device)
-        if self.reduction == "mean":
-            divisor = self._count(targets, count)
-        divisor = divisor.to(wide_dtype(hidden))
+        divisor = self._divisor(targets, count).to(wide_dtype(hidden))
         if is_transformed():
-            loss = self.kind.of(head(rows, weights), targets)
-            loss = loss if self.reduction == "none" else loss.sum() / divisor
+            losses = self.kind.of(head(rows, weights), targets)
+            loss = losses if self.reduction == "none" else losses.sum() / divisor
         else:
             places = loss_places(self.num_shards, rows.detach(), self.kind.counted(targets))
             wants = [torch.is_grad_enabled() and t.requires_grad for t in (rows, *weights)]
@@ -109,15 +105,23 @@ class LossTiles:
             loss = _TiledLoss.apply(call, rows, *weights)
         return loss.view(labels.shape) if self.reduction == "none" else loss
 
-    def _count(self, labels: Tensor, count: Count) -> Tensor:
-        if count is None or isinstance(count, str):
+    def _divisor(self, labels: Tensor, count: Count) -> Tensor:
+        if self.reduction != "mean":
+            if count is not None:
+                raise ValueError(f"count={count!r} divides a mean: leave it out for reduction={self.reduction!r}.")
+            return torch.ones((), device=labels.device)
+        if count is None or (isinstance(count, str) and count == "global"):
             counted = self.kind.counted(labels).sum().to(torch.float32)
             if count == "global" and dist.is_available() and dist.is_initialized():
                 dist.all_reduce(counted)
                 counted /= dist.get_world_size()
             return counted
-        given = torch.as_tensor(count, dtype=torch.float64, device=labels.device).detach().clone().view(())
-        return given.where(given != 0, torch.nan)  # else the gradients would be those of the sum
+        if isinstance(count, Tensor):
+            given = count.detach().to(labels.device, torch.float64).view(())
+            return given.where(given != 0, torch.nan)  # else the gradients would be those of the sum
+        if not isinstance(count, int | float) or not 0 < count < math.inf:
+            raise ValueError(f"count={count!r} must be a positive number, 'global' or None.")
+        return torch.full((), count, dtype=torch.float64, device=labels.device)
 
 
 @dataclass
@@ -150,7 +154,7 @@ class _LossCall:
     def run(
         self, hidden: Tensor, weights: Sequence[Tensor], factors: Tensor | None, samples: Samples | None = None
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Run all tiles; return the losses, or their sum, and the gradients that are wanted.
+        """Run all tiles; return the loss of each token, ``[T]``, and the gradients that are wanted.
 
         Args:
             hidden: ``[T, H]``.
@@ -159,30 +163,23 @@ class _LossCall:
             samples: Takes the fingerprint of each tile's logits.
         """
         # 1. Memory for the results.
-        per_token = self.tiles.reduction == "none"
-        losses = hidden.new_zeros(len(self.labels) if per_token else (), dtype=wide_dtype(hidden))
-        wants_hidden, *wants = self.wants if factors is not None else [False] * len(self.wants)
-        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        sums: list[GradientSum | None] = []
-        for weight, wanted in zip(weights, wants, strict=True):
-            sums.append(GradientSum(weight, self.tiles.accumulate) if wanted else None)
+        losses = hidden.new_zeros(len(self.labels), dtype=wide_dtype(hidden))
+        wants = [factors is not None and wanted for wanted in self.wants]
+        grad_hidden = torch.zeros_like(hidden) if wants[0] else None
+        sums = [GradientSum(w, "float32") if wanted else None for w, wanted in zip(weights, wants[1:], strict=True)]
+        if factors is not None:
+            factors = factors.to(losses.dtype).where(self.tiles.kind.counted(self.labels), 0.0)
         # 2. What computes logits, and their gradients.
-        tile: LinearTile | GraphTile = GraphTile(self.head, weights, sums, wants_hidden, self.tiles.name)
+        tile: LinearTile | GraphTile = GraphTile(self.head, weights, sums, wants[0], self.tiles.name)
         if self.head is linear and not any(map(is_traceable_wrapper_subclass, (hidden, *weights))):
-            tile = LinearTile(weights, sums, wants_hidden, self.precision)
+            tile = LinearTile(weights, sums, wants[0], self.precision)
         for place in each_tile(self.places):
             # 3. The logits of a tile become the gradient of its losses.
-            labels, factor = self.labels[place], None
-            if factors is not None and (wants_hidden or any(wants)):
-                factor = factors[place].to(losses.dtype).where(self.tiles.kind.counted(labels), 0.0)
             logits = tile.logits(hidden[place])
             if samples is not None:
                 samples.take([logits])
-            loss = self.tiles.kind.of(logits, labels, factor)
-            if per_token:
-                losses[place] = loss
-            else:
-                losses += loss.sum()
+            factor = factors[place] if factors is not None and any(wants) else None
+            losses[place] = self.tiles.kind.of(logits, self.labels[place], factor)
             # 4. The gradients of weights are added to their sums.
             part = None if factor is None else tile.backward(logits)
             if grad_hidden is not None and part is not None:
@@ -190,30 +187,26 @@ class _LossCall:
             del logits, part
         if self.precision.dtype is not None:
             torch.clear_autocast_cache()  # it holds casts of leaves
-        found = [grad_hidden]
-        for total in sums:
-            found.append(None if total is None else total.sum_or_zeros())
-        return losses, found
+        return losses, [grad_hidden, *[None if total is None else total.sum_or_zeros() for total in sums]]
 
 
 class _TiledLoss(torch.autograd.Function):
     @staticmethod
     @hidden_from_checkpoints()
     def forward(ctx: Any, call: _LossCall, hidden: Tensor, *weights: Tensor) -> Tensor:
-        ctx.call = call
+        ctx.call, ctx.dtypes = call, [t.dtype for t in (hidden, *weights)]
         if call.tiles.reduction == "none":
             ctx.save_for_backward(hidden, call.labels, *weights)  # which notices changes in place
             ctx.random, ctx.samples = RandomState.now(hidden.device), call.samples(hidden)
             return call.run(hidden, weights, None, ctx.samples)[0]
         scale, ctx.factor = call.scales(hidden)
-        loss, gradients = call.run(hidden, weights, scale.expand(len(call.labels)))
-        ctx.dtypes = [t.dtype for t in (hidden, *weights)]
+        losses, gradients = call.run(hidden, weights, scale.expand(len(call.labels)))
         # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range.
         for index, (gradient, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
             if gradient is not None and dtype == torch.bfloat16:
                 gradients[index] = gradient.to(dtype)
         ctx.save_for_backward(*gradients)
-        return loss / call.divisor
+        return losses.sum() / call.divisor
 
     @staticmethod
     @without_compiler
@@ -223,29 +216,28 @@ class _TiledLoss(torch.autograd.Function):
             raise RuntimeError(
                 f"A backward pass through a loss in tiles cannot be differentiated (create_graph=True): {_REMEDY}."
             )
-        saved, found = ctx.saved_tensors, list[Tensor | None]()
-        if call.tiles.reduction != "none":
-            for gradient, dtype in zip(saved, ctx.dtypes, strict=True):
-                found.append(None if gradient is None else _scaled(gradient, incoming * ctx.factor, dtype))
-            return (None, *found)
-        # The tiles run once more, as in the forward pass.
-        hidden, _, *weights = saved
-        samples = call.samples(hidden)
-        with call.precision.context(), random_state_kept(hidden.device, ctx.random):
-            gradients = call.run(hidden, weights, incoming, samples)[1]
-        if samples is not None and ctx.samples is not None:
-            ctx.samples.compare(samples, _REMEDY)
-        for gradient, tensor in zip(gradients, (hidden, *weights), strict=True):
-            found.append(None if gradient is None else gradient.to(tensor.dtype))
-        return (None, *found)
+        gradients = ctx.saved_tensors
+        if call.tiles.reduction == "none":  # the tiles run once more, as in the forward pass
+            hidden, _, *weights = gradients
+            samples, factor = call.samples(hidden), torch.ones_like(call.divisor)
+            with call.precision.context(), random_state_kept(hidden.device, ctx.random):
+                gradients = call.run(hidden, weights, incoming, samples)[1]
+            if samples is not None and ctx.samples is not None:
+                ctx.samples.compare(samples, _REMEDY)
+        else:
+            factor = incoming * ctx.factor
+        found: list[Tensor | None] = [None]
+        for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
+            found.append(None if gradient is None else _scaled(gradient, factor, dtype))
+        return tuple(found)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply a gradient and round once: a factor in 16 bits would have an error of its own."""
     if gradient.dtype == dtype and dtype in (torch.float32, torch.float64):
         return gradient * factor.to(dtype)
-    result = torch.empty_like(gradient, dtype=dtype)
-    for part, into in zip(gradient.view(-1).split(_PART), result.view(-1).split(_PART), strict=True):
+    result = torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
+    for part, into in zip(gradient.flatten().split(_PART), result.view(-1).split(_PART), strict=True):
         into.copy_(part.float() * factor)
     return result
 

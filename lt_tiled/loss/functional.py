@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -31,7 +30,6 @@ def tiled_linear_cross_entropy(
     z_loss: float = 0.0,
     shift: bool = False,
     count: Count = None,
-    accumulate: Literal["float32", "param"] = "float32",
 ) -> Tensor:
     """``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` with the logits of one tile of tokens at a time.
 
@@ -56,7 +54,6 @@ def tiled_linear_cross_entropy(
         count: For ``"mean"``, what to divide by instead of the labels that count here: a positive number, or
             ``"global"`` for the mean of all ranks' counts, so that the mean of the ranks' gradients is that over all of
             their labels.
-        accumulate: The dtype in which weight gradients of 16-bit weights are summed over the tiles.
 
     Returns:
         The loss, in float32 for 16-bit logits: a scalar, or with ``"none"`` of the labels' shape.
@@ -65,9 +62,8 @@ def tiled_linear_cross_entropy(
         ValueError: If shapes do not fit or a value is out of bounds.
     """
     check_shapes(hidden, weight, labels, bias)
-    check_divisor(count, reduction)
     kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss)
-    tiles = LossTiles(kind, reduction, num_shards, accumulate)
+    tiles = LossTiles(kind, reduction, num_shards)
     labels = next_labels(labels, ignore_index) if shift else labels
     weights, region = [weight] if bias is None else [weight, bias], current()
     if region is None or region.size == 1 or reduction == "none":
@@ -98,18 +94,6 @@ def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
     if region is None or region.size == 1:
         return shifted(labels, ignore_index)
     return region.shifted(labels.long(), ignore_index)
-
-
-def check_divisor(count: Count, reduction: Reduction) -> None:
-    """Refuse a count that does not divide a mean, or is not positive, with a ``ValueError``."""
-    if count is not None and reduction != "mean":
-        raise ValueError(f"count={count!r} divides a mean: leave it out for reduction={reduction!r}, or set 'mean'.")
-    if isinstance(count, Tensor):
-        known = count.numel() == 1 and not count.requires_grad
-    else:
-        known = count in (None, "global") or (isinstance(count, int | float) and 0 < count < math.inf)
-    if not known:
-        raise ValueError(f"count={count!r} must be a positive number without a gradient, 'global' or None.")
 
 
 def check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:

@@ -47,10 +47,9 @@ class LossPatch(Patch):
     def __init__(self, name: str, evaluation: bool, owner: object) -> None:
         self.name, self.evaluation, self.owner = name, evaluation, owner
 
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the head know whether the model computes a loss in tiles."""
-        current: Any = module
-        head = get_patch(current.get_output_embeddings(), HeadPatch)  # as it is now: peft may have put another there
+        head = get_patch(module.get_output_embeddings(), HeadPatch)  # as it is now: peft may have put another there
         labeled = by_name(type(module).forward, args, kwargs).get("labels") is not None
         asked = labeled and (module.training or self.evaluation)
         if head is None or not asked or torch.compiler.is_compiling():
@@ -97,8 +96,8 @@ class HeadPatch(Patch):
             )
             return self.inner(module, *args)
         # 3. Logits without values, which hooks of engines would compute: those see None.
-        call = HeadCall(module, self, torch.is_grad_enabled(), Precision.now(args[0].device))
-        logits = DeferredLogits.of(call, args[0])
+        precision = Precision.now(args[0].device)
+        logits = DeferredLogits.of(HeadCall(module, self, torch.is_grad_enabled(), precision), args[0])
         if not own:
             return logits
 
@@ -221,20 +220,21 @@ class DeferredLogits(Deferred):
             hidden = step(hidden)
         elif like.shape[-1] == vocab_size:
             hidden = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
-        if like.shape != (*hidden.shape[:-1], vocab_size) or hidden.shape[-1] != self.hidden.shape[-1]:
+        fit = like.shape == (*hidden.shape[:-1], vocab_size) and hidden.shape[-1] == self.hidden.shape[-1]
+        if not fit or not like.is_floating_point():
             return NotImplemented
         return DeferredLogits.of(self.call, hidden, like.dtype, steps, (self, step))
 
     def _loss(self, target: Tensor, ignore_index: int, reduction: Any, label_smoothing: float, **others: Any) -> Any:
         """Return ``F.cross_entropy`` in tiles, unless its arguments ask for what tiles do not do."""
         plain = all(value is None for value in others.values()) and target.dtype in (torch.long, torch.uint8)
-        if not plain or self.dim() != 2 or target.dim() != 1:
+        if not plain or self.dim() != 2 or self.shape[:-1] != target.shape:
             return NotImplemented
         call, steps = self.call, self.steps
         while steps and steps[-1] is Tensor.float:  # tiles are float32 themselves
             steps = steps[:-1]
         kind, name = CrossEntropy(ignore_index, label_smoothing), f"the head of {call.patch.name}"
-        tiles = LossTiles(kind, reduction, call.patch.num_shards, name=name)
+        tiles = LossTiles(kind, reduction, call.patch.num_shards, name)
         return call.run(partial(call.loss, steps=steps, target=target, tiles=tiles), self.hidden)
 
 

@@ -321,7 +321,6 @@ def test_token_logprobs() -> None:
         ({"reduction": "sum", "count": 3}, r"count=3 divides a mean"),
         ({"count": "local"}, r"count='local' must be a positive number"),
         ({"count": 0}, r"count=0 must be a positive number"),
-        ({"count": torch.ones((), requires_grad=True)}, r"must be a positive number without a gradient"),
         ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"shapes \[\[2, 19, 16\], \[37, 16\], \[2, 3\], \[37\]\]"),
         ({"weight": torch.zeros(5, 7)}, r"\[5, 7\].* must have \[\.\.\., H\], \[V, H\]"),
         ({"bias": torch.zeros(3)}, r"\[3\]\] and must have"),
@@ -372,10 +371,9 @@ def test_float16_over_many_tokens() -> None:
     true = torch.autograd.grad(F.cross_entropy(F.linear(*exact), labels) * scale, exact)
     full = torch.autograd.grad(untiled(hidden, weight, labels) * scale, [hidden, weight])
     for shards in (1, 16):
-        for accumulate in ("float32", "param"):
-            loss = tiled_linear_cross_entropy(hidden, weight, labels, num_shards=shards, accumulate=accumulate) * scale
-            found = torch.autograd.grad(loss, [hidden, weight])
-            assert less_accurate(*map(named, (found, full, true)), torch.float16) == {}
+        loss = tiled_linear_cross_entropy(hidden, weight, labels, num_shards=shards) * scale
+        found = torch.autograd.grad(loss, [hidden, weight])
+        assert less_accurate(*map(named, (found, full, true)), torch.float16) == {}
 
 
 @pytest.mark.low_precision

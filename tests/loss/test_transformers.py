@@ -193,26 +193,33 @@ def reentrant(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(checkpoint(head, x, use_reentrant=True), labels) + 0 * x.sum()
 
 
+def slice_of_tokens(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    logits = head(x)[..., :-1, :].contiguous().float() / 2
+    return cross_entropy(logits.view(-1, 64), labels[:, 1:])
+
+
 def two_logits(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(head(x) * head(torch.ones_like(x)), labels)
 
 
 USES = [change_a_view, change_under_a_view, change_after_the_loss, without_grad_afterwards]
-USES += [classes_in_the_second_dimension, checkpointed, reentrant, two_logits]
+USES += [classes_in_the_second_dimension, checkpointed, reentrant, slice_of_tokens, two_logits]
 
 
 @pytest.mark.parametrize("use", USES)
 def test_uses_of_logits(use: Any) -> None:
     """A change of the logits in place is seen by what shares their memory, and by nothing else; logits ``[B, 64, 64]``
-    with labels ``[B, 64]`` have their classes in the second dimension; a reentrant checkpoint gives logits a graph.
+    with labels ``[B, 64]`` have their classes in the second dimension; a reentrant checkpoint gives logits a graph. The
+    loss of a slice of the tokens runs in tiles.
     """
     torch.manual_seed(0)
     model, ids = ByUse(tiny_llama().config).double(), torch.arange(128).view(2, 64) * 7 % 64
     model.use = use
     inputs = {"input_ids": ids, "labels": ids}
     true = run(model, inputs)
-    with prepare(model, loss=5):
+    with prepare(model, loss=5) as prepared:
         assert worst(run(model, inputs), true) <= 1e-6
+        assert use is not slice_of_tokens or prepared.report().losses[0].tiles == 5
 
 
 def loss_of_single_tokens(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
