@@ -194,10 +194,12 @@ class _TiledLoss(torch.autograd.Function):
     @staticmethod
     @hidden_from_checkpoints()
     def forward(ctx: Any, call: _LossCall, hidden: Tensor, *weights: Tensor) -> Tensor:
-        ctx.call, ctx.dtypes = call, [t.dtype for t in (hidden, *weights)]
+        ctx.call = call
+        ctx.dtypes = [t.dtype for t in (hidden, *weights)]
         if call.tiles.reduction == "none":
             ctx.save_for_backward(hidden, call.labels, *weights)  # which notices changes in place
-            ctx.random, ctx.samples = RandomState.now(hidden.device), call.samples(hidden)
+            ctx.random = RandomState.now(hidden.device)
+            ctx.samples = call.samples(hidden)
             return call.run(hidden, weights, None, ctx.samples)[0]
         scale, ctx.factor = call.scales(hidden)
         losses, gradients = call.run(hidden, weights, scale.expand(len(call.labels)))
@@ -219,7 +221,8 @@ class _TiledLoss(torch.autograd.Function):
         gradients = ctx.saved_tensors
         if call.tiles.reduction == "none":  # the tiles run once more, as in the forward pass
             hidden, _, *weights = gradients
-            samples, factor = call.samples(hidden), torch.ones_like(call.divisor)
+            factor = torch.ones_like(call.divisor)
+            samples = call.samples(hidden)
             with call.precision.context(), random_state_kept(hidden.device, ctx.random):
                 gradients = call.run(hidden, weights, incoming, samples)[1]
             if samples is not None and ctx.samples is not None:

@@ -92,7 +92,9 @@ class CrossEntropy:
         return loss
 
 
-PARTS, PART_LOGITS, CACHED = 8, 2**20, 2**18
+PARTS = 8
+PART_LOGITS = 2**20
+CACHED = 2**18
 """A tile's losses are computed in about 8 parts, or in 3 to 8 of 2**20 logits, so that only the temporaries of one
 part, two float32 copies (three with a cap), are alive at a time. On a CPU the cache of a thread holds 2**18."""
 

@@ -65,7 +65,8 @@ def tiled_linear_cross_entropy(
     kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss)
     tiles = LossTiles(kind, reduction, num_shards)
     labels = next_labels(labels, ignore_index) if shift else labels
-    weights, region = [weight] if bias is None else [weight, bias], current()
+    weights = [weight] if bias is None else [weight, bias]
+    region = current()
     if region is None or region.size == 1 or reduction == "none":
         return tiles.loss(linear, hidden, labels, weights, count)
     # The mean over the ranks of what each returns is the loss of all: see NOTE [Sequence parallelism].

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import EllipsisType
 from typing import Any, Literal, cast
@@ -39,13 +39,14 @@ from lt_tiled.tiling.weights import in_places, one_thread, swapped, weights_of
 # The model and its head
 
 
+@dataclass(eq=False)
 class LossPatch(Patch):
     """On a model that computes its own loss, for one owner: in tiles in training, and maybe in evaluation, too."""
 
     order = Order.CALLER
-
-    def __init__(self, name: str, evaluation: bool, owner: object) -> None:
-        self.name, self.evaluation, self.owner = name, evaluation, owner
+    name: str
+    evaluation: bool
+    owner: object
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let the head know whether the model computes a loss in tiles."""
@@ -66,18 +67,19 @@ class LossPatch(Patch):
         return pytree.tree_map_only(DeferredLogits, lambda logits: logits.full, output)
 
 
+@dataclass(eq=False)
 class HeadPatch(Patch):
     """On the head of a model that computes its own loss, for one owner."""
 
     order = Order.HEAD
+    name: str
+    num_shards: int | Literal["auto"]
+    owner: object
+    largest: LargestCall = field(default_factory=LargestCall)
     called: bool | None = None
     """Whether the model's code calls its head; ``None`` if it did not run yet."""
     grad_mode: bool | None = None
     """The gradient mode of the model's call, while the model computes a loss in tiles."""
-
-    def __init__(self, name: str, num_shards: int | Literal["auto"], owner: object) -> None:
-        self.name, self.num_shards, self.owner = name, num_shards, owner
-        self.largest = LargestCall()
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return deferred logits where the model computes a loss in tiles, or run a function in place of the head."""
@@ -172,14 +174,14 @@ class DeferredLogits(Deferred):
         if call.grad_mode:
             with torch._C.DisableTorchFunctionSubclass():
                 logits.requires_grad_().register_hook(partial(_refuse, call.patch.name))
-        logits.call, logits.hidden, logits.steps = call, hidden, steps
-        logits.source, logits.full = source, None
+        vars(logits).update(call=call, hidden=hidden, steps=steps, source=source, full=None)
         return logits
 
     def value(self, because: str = "") -> Tensor:
         """Return the full logits with their graph; views of others are views of their full logits."""
         if self.full is None:
-            call, self.call.used = self.call, True
+            call = self.call
+            call.used = True
             if self.source is None:
                 self.full = call.run(partial(call.patch.inner, call.head), self.hidden)
             else:
@@ -199,18 +201,18 @@ class DeferredLogits(Deferred):
             loss = func is F.cross_entropy
             found = self._loss(*args[1:], **kwargs) if loss else self._step(func, args[1:], kwargs)
         if found is NotImplemented:
-            name, use = self.call.patch.name, getattr(func, "__name__", func)
-            inform(f"the loss of {name} is not tiled: its code uses full logits ({use})", once=f"full logits {name}")
+            message = f"the loss of {self.call.patch.name} is not tiled: its code uses full logits"
+            inform(f"{message} ({getattr(func, '__name__', func)})", once=message)
         return found
 
     def _step(self, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def step(tensor: Tensor) -> Tensor:
             return cast("Tensor", func(tensor, *rest, **kwargs))
 
-        others, kinds = pytree.tree_leaves((rest, kwargs)), _JOIN.get(func)
-        if kinds is None or not all(isinstance(value, kinds) for value in others):
+        kinds = _JOIN.get(func)
+        if kinds is None or not all(isinstance(value, kinds) for value in pytree.tree_leaves((rest, kwargs))):
             return NotImplemented
-        vocab_size, hidden, steps = self.shape[-1], self.hidden, self.steps
+        hidden, steps = self.hidden, self.steps
         like = step(torch.empty(self.shape, dtype=self.dtype, device="meta"))
         if kinds is _NUMBER:
             steps = (*steps, step)
@@ -218,9 +220,9 @@ class DeferredLogits(Deferred):
             steps = (*steps, Tensor.float if like.dtype == torch.float32 else step)
         elif func is Tensor.__getitem__:  # of tokens, as the next one: of which there are hidden states
             hidden = step(hidden)
-        elif like.shape[-1] == vocab_size:
+        elif like.shape[-1] == self.shape[-1]:
             hidden = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
-        fit = like.shape == (*hidden.shape[:-1], vocab_size) and hidden.shape[-1] == self.hidden.shape[-1]
+        fit = like.shape == (*hidden.shape[:-1], self.shape[-1]) and hidden.shape[-1] == self.hidden.shape[-1]
         if not fit or not like.is_floating_point():
             return NotImplemented
         return DeferredLogits.of(self.call, hidden, like.dtype, steps, (self, step))
@@ -233,8 +235,8 @@ class DeferredLogits(Deferred):
         call, steps = self.call, self.steps
         while steps and steps[-1] is Tensor.float:  # tiles are float32 themselves
             steps = steps[:-1]
-        kind, name = CrossEntropy(ignore_index, label_smoothing), f"the head of {call.patch.name}"
-        tiles = LossTiles(kind, reduction, call.patch.num_shards, name)
+        kind = CrossEntropy(ignore_index, label_smoothing)
+        tiles = LossTiles(kind, reduction, call.patch.num_shards, f"the head of {call.patch.name}")
         return call.run(partial(call.loss, steps=steps, target=target, tiles=tiles), self.hidden)
 
 
