@@ -177,7 +177,7 @@ class DeferredLogits(Deferred):
         vars(logits).update(call=call, hidden=hidden, steps=steps, source=source, full=None)
         return logits
 
-    def value(self, because: str = "") -> Tensor:
+    def value(self) -> Tensor:
         """Return the full logits with their graph; views of others are views of their full logits."""
         if self.full is None:
             call = self.call

@@ -39,12 +39,8 @@ class Deferred(Tensor):
     has_value = False
     """Whether there is a plain tensor, whose shape may have been changed in place since."""
 
-    def value(self, because: str = "") -> Tensor:
-        """Return the plain tensor with its graph.
-
-        Args:
-            because: The name of the function that uses it.
-        """
+    def value(self) -> Tensor:
+        """Return the plain tensor with its graph."""
         raise AssertionError
 
     def data_value(self) -> Tensor:
@@ -66,7 +62,7 @@ class Deferred(Tensor):
         joined = first.joined(func, args, kwargs)
         if joined is not NotImplemented:
             return joined
-        args, kwargs = values((args, kwargs), getattr(func, "__name__", str(func)))
+        args, kwargs = values((args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -85,11 +81,11 @@ _METADATA |= {Tensor.is_floating_point, Tensor.__len__}
 _OF_THE_GRAPH = {_getter(name) for name in ("grad_fn", "is_leaf")}
 
 
-def values(tree: Any, because: str = "") -> Any:
+def values(tree: Any) -> Any:
     """Return the tree with the values of all deferred tensors in it."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Deferred):
-            return pytree.tree_map_only(Deferred, lambda t: t.value(because), tree)
+            return pytree.tree_map_only(Deferred, lambda t: t.value(), tree)
     return tree
 
 
@@ -152,7 +148,7 @@ class Pending(Deferred):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def value(self, because: str = "") -> Tensor:
+    def value(self) -> Tensor:
         """Run the call, once, and return its output with its graph."""
         if self.is_joined and because in ("register_hook", "retain_grad"):
             raise RuntimeError(
