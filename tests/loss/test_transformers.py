@@ -134,15 +134,19 @@ def and_z_loss(head: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
         (and_z_loss, torch.bfloat16),
     ],
 )
-def test_what_a_model_does_with_its_logits(use: Any, dtype: torch.dtype) -> None:
-    """Logits keep the autocast and gradient mode of their head's call, and what was done to them, for later uses."""
+def test_what_a_model_does_with_its_logits(use: Any, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    """Logits keep the autocast and gradient mode of their head's call, and what was done to them, for later uses, of
+    which a line tells.
+    """
     torch.manual_seed(0)
     model = ByUse(tiny_llama().config)
     model.use = use
     inputs = {"input_ids": IDS, "labels": IDS}
     true, untiled = run(copy.deepcopy(model).double(), inputs), run(model, inputs)
-    with prepare(model, loss=5):
+    with caplog.at_level("INFO", "lt_tiled"), prepare(model, loss=5):
         found = run(model, inputs)
+    line = "the loss of ByUse is not tiled: its code uses full logits (bfloat16)"
+    assert (line in caplog.text) is (use is and_z_loss)
     assert less_accurate(found, untiled, true, dtype) == {}
     # Logits that are more precise than the model asks for are another function, however near to float64.
     assert float(found["loss"]) == pytest.approx(float(untiled["loss"]), rel=MIXED)
@@ -312,26 +316,6 @@ def test_tied_head_and_autocast() -> None:
             with prepare(model, loss=loss), torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
                 found.append(run(model, {"input_ids": IDS, "labels": IDS}))
         assert less_accurate(found[1], found[0], true, dtype) == {}
-
-
-def test_a_model_that_uses_its_logits(caplog: pytest.LogCaptureFixture) -> None:
-    """A model whose code does something else with its logits before the loss has whole ones, the right loss, and a line
-    that says so.
-    """
-    from transformers import LlamaForCausalLM
-
-    class Own(LlamaForCausalLM):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            inner = self.loss_function
-            self._loss_function = lambda logits, labels, **kwargs: inner(logits.softmax(-1) + logits, labels, **kwargs)
-
-    torch.manual_seed(0)
-    model = Own(tiny_llama().config).double()
-    true = run(model, {"input_ids": IDS, "labels": IDS})
-    with caplog.at_level("INFO", "lt_tiled"), prepare(model, **LOSS):
-        assert worst(run(model, {"input_ids": IDS, "labels": IDS}), true) <= 1e-6
-    assert "the loss of Own is not tiled: its code uses full logits (softmax)" in caplog.text
 
 
 def test_a_head_that_is_not_called(caplog: pytest.LogCaptureFixture) -> None:
