@@ -64,7 +64,7 @@ class LossPatch(Patch):
                 " lt_tiled.tiled_linear_cross_entropy in your own loss, or set loss=False to silence this warning.",
                 once=f"head {self.name}",
             )
-        return pytree.tree_map_only(DeferredLogits, lambda logits: logits.full, output)
+        return pytree.tree_map_only(DeferredLogits, lambda logits: logits.computed, output)
 
 
 @dataclass(eq=False)
@@ -161,8 +161,6 @@ class DeferredLogits(Deferred):
     """What is to be done to the head's logits."""
     source: tuple[DeferredLogits, Step] | None
     """The logits that these were made of, and how."""
-    full: Tensor | None
-    """The full logits, once they were used."""
 
     @classmethod
     def of(
@@ -174,22 +172,17 @@ class DeferredLogits(Deferred):
         if call.grad_mode:
             with torch._C.DisableTorchFunctionSubclass():
                 logits.requires_grad_().register_hook(partial(_refuse, call.patch.name))
-        vars(logits).update(call=call, hidden=hidden, steps=steps, source=source, full=None)
+        vars(logits).update(call=call, hidden=hidden, steps=steps, source=source)
         return logits
 
-    def value(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Return the full logits with their graph; views of others are views of their full logits."""
-        if self.full is None:
-            call = self.call
-            call.used = True
-            if self.source is None:
-                self.full = call.run(partial(call.patch.inner, call.head), self.hidden)
-            else:
-                logits, step = self.source
-                with torch.set_grad_enabled(call.grad_mode):
-                    self.full = step(logits.value())
-            self.has_value = True
-        return self.full
+        self.call.used = True
+        if self.source is None:
+            return self.call.run(partial(self.call.patch.inner, self.call.head), self.hidden)
+        logits, step = self.source
+        with torch.set_grad_enabled(self.call.grad_mode):
+            return step(logits.value())
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the loss in tiles, or the logits with one more thing to be done to them."""
@@ -209,7 +202,7 @@ class DeferredLogits(Deferred):
         def step(tensor: Tensor) -> Tensor:
             return cast("Tensor", func(tensor, *rest, **kwargs))
 
-        kinds = _JOIN.get(func)
+        kinds = _JOIN.get(func.__name__.removeprefix("__").removesuffix("__"))
         if kinds is None or not all(isinstance(value, kinds) for value in pytree.tree_leaves((rest, kwargs))):
             return NotImplemented
         hidden, steps = self.hidden, self.steps
@@ -246,15 +239,13 @@ def _refuse(name: str, gradient: Tensor) -> None:
 
 
 _NUMBER = int | float
-_JOIN: dict[Any, Any] = {
-    **dict.fromkeys((Tensor.float, Tensor.to), torch.dtype),
-    **dict.fromkeys((torch.tanh, Tensor.tanh, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _NUMBER),
-    **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__), _NUMBER),
-    **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape, Tensor.contiguous), int | torch.Size),
-    **dict.fromkeys((Tensor.flatten, torch.flatten), int),
-    Tensor.__getitem__: slice | int | EllipsisType | None,
+_JOIN: dict[str, Any] = {
+    **dict.fromkeys(("float", "to"), torch.dtype),
+    **dict.fromkeys(("tanh", "mul", "rmul", "div", "truediv", "true_divide"), _NUMBER),
+    **dict.fromkeys(("view", "reshape", "contiguous", "flatten"), int | torch.Size),
+    "getitem": slice | int | EllipsisType | None,
 }
-"""Functions that join, and the types of their arguments besides the logits."""
+"""The names of functions and operators that join, and the types of their arguments besides the logits."""
 
 # Finding, patching and restoring
 

@@ -36,12 +36,18 @@ class Deferred(Tensor):
         """Return an instance without memory."""
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
-    has_value = False
-    """Whether there is a plain tensor, whose shape may have been changed in place since."""
+    computed: Tensor | None = None
+    """The plain tensor with its graph, once it was used. Its shape may have been changed in place since."""
 
-    def value(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Return the plain tensor with its graph."""
         raise AssertionError
+
+    def value(self) -> Tensor:
+        """Return the plain tensor with its graph, which is computed once."""
+        if self.computed is None:
+            self.computed = self.compute()
+        return self.computed
 
     def data_value(self) -> Tensor:
         """Return the plain tensor without a graph, for code below autograd."""
@@ -56,7 +62,7 @@ class Deferred(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Deferred))
-        if func in _METADATA and not first.has_value:
+        if func in _METADATA and first.computed is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         joined = first.joined(func, args, kwargs)
@@ -122,7 +128,6 @@ class Pending(Deferred):
     is_joined = False
     """Whether what follows runs it in its tiles."""
     _data: Tensor | None
-    _value: Tensor | None
 
     @classmethod
     def of(cls, call: TiledCall, inputs: Sequence[Tensor], through: Through, group: Any) -> Pending:
@@ -131,7 +136,7 @@ class Pending(Deferred):
         tail, dtype = call.plan.output
         pending: Pending = cls.like((*call.tokens.lead, *tail), dtype, call.device)
         pending.call, pending.inputs, pending.group, pending.box = call, inputs, group, []
-        pending._data = pending._value = None
+        pending._data = None
         pending.hooks = saved_tensors_hooks()
         inside = _inside.get()
         if inside is not None:
@@ -143,23 +148,21 @@ class Pending(Deferred):
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let torch's own hooks, which follow modules as for FlopCounterMode, see this tensor's place in the graph."""
         follows = func in _OF_THE_GRAPH or (func is Tensor.register_hook and is_of(args[1], ("torch.",)))
-        if self._value is not None or not follows:
-            return NotImplemented
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-
-    def value(self) -> Tensor:
-        """Run the call, once, and return its output with its graph."""
-        if self.is_joined and because in ("register_hook", "retain_grad"):
+        if self.computed is None and follows:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if self.is_joined and func in (Tensor.register_hook, Tensor.retain_grad):
             raise RuntimeError(
                 f"{self.call.name}: its output went into the tiles of what follows, so there is no gradient of it. Ask"
                 " for it before that runs, or remove the module from Tiling(targets=...)."
             )
-        if self._value is None:
-            with torch.inference_mode(False), torch.enable_grad():
-                self._value = _Value.apply(self)
-            self.has_value = True
-        return self._value
+        return NotImplemented
+
+    def compute(self) -> Tensor:
+        """Run the call, and return its output with its graph."""
+        with torch.inference_mode(False), torch.enable_grad():
+            value: Tensor = _Value.apply(self)
+        return value
 
     def data_value(self) -> Tensor:
         """Run the call, once, and return its output without a graph."""
