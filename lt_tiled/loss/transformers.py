@@ -202,7 +202,7 @@ class DeferredLogits(Deferred):
         def step(tensor: Tensor) -> Tensor:
             return cast("Tensor", func(tensor, *rest, **kwargs))
 
-        kinds = _JOIN.get(func.__name__.removeprefix("__").removesuffix("__"))
+        kinds = _JOIN.get(getattr(func, "__name__", "").removeprefix("__").removesuffix("__"))
         if kinds is None or not all(isinstance(value, kinds) for value in pytree.tree_leaves((rest, kwargs))):
             return NotImplemented
         hidden, steps = self.hidden, self.steps
