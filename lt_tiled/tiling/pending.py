@@ -146,7 +146,11 @@ class Pending(Deferred):
         return pending
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let torch's own hooks, which follow modules as for FlopCounterMode, see this tensor's place in the graph."""
+        """Let torch's own hooks, which follow modules as for FlopCounterMode, see this tensor's place in the graph.
+
+        Raises:
+            RuntimeError: If a hook waits for a gradient that there is none of.
+        """
         follows = func in _OF_THE_GRAPH or (func is Tensor.register_hook and is_of(args[1], ("torch.",)))
         if self.computed is None and follows:
             with torch._C.DisableTorchFunctionSubclass():
