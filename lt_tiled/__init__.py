@@ -11,7 +11,7 @@ from lt_tiled.errors import (
     SimulationError,
     TwoThreadsError,
 )
-from lt_tiled.loss.functional import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
+from lt_tiled.loss.functional import tiled_linear_cross_entropy, tiled_token_logprobs
 from lt_tiled.policies import ActivationCheckpointing, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.attention import shared_attention
 from lt_tiled.tiling.api import tile, untile
@@ -39,7 +39,6 @@ __all__ = [
     "TiledDDPStrategy",
     "TiledDeepSpeedStrategy",
     "TiledFSDPStrategy",
-    "TiledLinearCrossEntropy",
     "TiledModelParallelStrategy",
     "TiledSingleDeviceStrategy",
     "Tiling",

@@ -103,16 +103,16 @@ class Prepared(AbstractContextManager["Prepared"]):
                     )
                 self.offloader = build(activation_checkpointing, ranks_per_node)
                 undo.callback(self.offloader.close)
-            undo.callback(restore_losses, model, owner)
             undo.callback(restore_leaves, model)
+            undo.callback(restore_losses, model, owner)
             undo.callback(restore_tiled, model, owner)
             for tileable in tiled:
                 if get_patch(tileable.module, TiledPatch, tileable.method) is None:  # else it keeps what it has
                     assert tiling is not None
                     patch_tiled(tileable, tiling, needs, owner)
-            patch_leaves(model, zero3_leaf_modules)
             if loss is not None:
                 patch_losses(losses, loss, owner)
+            patch_leaves(model, zero3_leaf_modules)
             call_torch = reach_attention(model, unpatched, undo) if keep is keeps_attention else set()
             for module in turn_off_own_checkpointing(model) if unpatched else []:
                 undo.callback(setattr, module, "gradient_checkpointing", True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lt_tiled.loss.logits import HeadPatch
+from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.memory import gib, total_memory
 from lt_tiled.modules.feed_forward import mixes_tokens
 from lt_tiled.modules.find import walk_all
@@ -103,7 +103,7 @@ class Report:
                     row = TiledModule(path_of_method, spec.kind, largest.tokens, largest.tiles, sums, saves)
                     (norms if spec.is_lone_norm else tiled).append(row)
                     memory = total_memory(next(module.parameters()).device) if sums else memory
-            if (head := get_patch(module, HeadPatch)) is not None and not head.untiled:
+            if (head := get_patch(module, HeadPatch)) is not None and head.called is not False:
                 losses.append(TiledModule(path, head.name, head.largest.tokens, head.largest.tiles))
             if (block := get_patch(module, BlockPatch)) is not None:
                 repeats = _repeats_attention(module, block)

@@ -107,7 +107,7 @@ def test_refused_batch() -> None:
     """A batch whose shapes do not fit is refused, and counts for nothing."""
     hidden, weight, labels, _ = batch(0)
     for metric in (TiledPerplexity(), TiledTokenAccuracy()):
-        with pytest.raises(ValueError, match="labels have the shape"):
+        with pytest.raises(ValueError, match="labels and bias have the shapes"):
             metric.update(hidden, weight, labels[:, 1:])
         assert int(metric.count) == 0
 

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled.modules.find import outermost
+from lt_tiled.loss.transformers import HeadPatch
+from lt_tiled.modules.find import outermost, walk_all
 from lt_tiled.modules.patch import Order, Patch, get_patch, is_of, remove_patch, set_patch, without_compiler
 from lt_tiled.tiling.patch import tiled_patches, whole_modules
 
@@ -111,21 +112,31 @@ class _Join(torch.autograd.Function):
 def patch_leaves(model: nn.Module, blocks: bool = True) -> None:
     """Prepare a model with patched modules for ZeRO-3: make ``blocks`` leaf modules, or patch those of a user alone."""
     whole = whole_modules(model)
+    whole += [(path, module) for path, module in walk_all(model) if _is_adapted_head(module)]
     leaves = [(path, module) for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
     if any(is_of(hook, ("deepspeed.",)) for _, module in whole for hook in module._forward_pre_hooks.values()):
         adapt_to_zero3(model)  # it is too late for more leaves
     elif blocks:
         leaves += whole
     for path, leaf in outermost(leaves):
-        if any(tiled_patches(leaf)) and get_patch(leaf, LeafPatch, _SETS_HOOK) is None:
+        if _has_tiles(leaf) and get_patch(leaf, LeafPatch, _SETS_HOOK) is None:
             LeafPatch(path, leaf)
+
+
+def _has_tiles(leaf: nn.Module) -> bool:
+    return any(tiled_patches(leaf)) or _is_adapted_head(leaf)
+
+
+def _is_adapted_head(module: nn.Module) -> bool:
+    """Whether a loss in tiles uses weights of the head's children, as of adapters, which have hooks of their own."""
+    return get_patch(module, HeadPatch) is not None and any(module.children())
 
 
 def restore_leaves(model: nn.Module) -> None:
     """Undo :func:`patch_leaves` where no tiles are left. Marks stay if ZeRO-3 wraps the model, which reads them."""
     for leaf in model.modules():
         patch = get_patch(leaf, LeafPatch, _SETS_HOOK)
-        if patch is None or any(tiled_patches(leaf)):
+        if patch is None or _has_tiles(leaf):
             continue
         remove_patch(leaf, patch)
         if patch.marked and leaf not in _leaves_of(leaf):

@@ -19,7 +19,8 @@ from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.lm.models import add_adapters, make_config, make_lora_config, refusing, require
 from lt_tiled.loss.cross_entropy import shifted
-from lt_tiled.loss.transformers import find_losses, loss_function_set, patch_losses
+from lt_tiled.loss.transformers import find_losses, patch_losses
+from lt_tiled.modules.cache import loss_function_set
 from lt_tiled.modules.find import full_shape, is_flat, plain_name
 from lt_tiled.policies import as_loss, check_count
 from lt_tiled.sequence_parallel.region import gathered

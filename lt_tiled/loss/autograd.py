@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.policies import Tiling
-from lt_tiled.recompute.compare import EPS, VERDICT, Sample, fingerprint
+from lt_tiled.recompute.compare import Samples
 from lt_tiled.recompute.mode import (
     Precision,
     RandomState,
@@ -28,6 +28,8 @@ from lt_tiled.recompute.mode import (
     random_state_kept,
 )
 from lt_tiled.tiling.cut import Bounds, each_tile, tile_bounds
+from lt_tiled.tiling.run import is_real
+from lt_tiled.tiling.weights import GradientSum
 
 Reduction = Literal["mean", "sum", "none"]
 Count = Tensor | float | Literal["global"] | None
@@ -55,13 +57,10 @@ TileTokens = slice | Tensor
 def loss_places(num_shards: int | Literal["auto"], hidden: Tensor, counted: Tensor) -> list[TileTokens]:
     """Return each tile's tokens: those whose label counts, and those with nan or inf, which spoil all gradients.
 
-    Their number is read from the device once. Where it cannot be (simulations, captured and compiled code), the tiles
-    have all tokens.
+    Their number is read from the device once. In simulations the tiles have all tokens.
     """
     bounds = loss_bounds(num_shards, *hidden.shape)
-    plain = type(hidden) in (Tensor, nn.Parameter) and type(counted) is Tensor and not hidden.is_meta
-    capturing = counted.is_cuda and torch.cuda.is_current_stream_capturing()
-    if plain and not capturing and not torch.compiler.is_compiling():
+    if is_real(hidden) and type(counted) is Tensor:
         sums = hidden.sum(-1, dtype=wide_dtype(hidden))  # nan or inf, if one of them is
         rows = (counted | ~sums.isfinite()).nonzero().squeeze(-1)
         if len(rows) < len(counted):
@@ -81,78 +80,48 @@ class LossTiles:
     kind: CrossEntropy
     reduction: Reduction = "mean"
     num_shards: int | Literal["auto"] = "auto"
-    accumulate: Literal["float32", "param"] = "float32"
+    name: str = "the tiled loss"
+    """The name of the head in messages."""
 
     def __post_init__(self) -> None:
         if self.reduction not in ("mean", "sum", "none"):
             raise ValueError(f"reduction={self.reduction!r} must be 'mean', 'sum' or 'none'.")
-        Tiling(self.num_shards, accumulate=self.accumulate)
+        Tiling(self.num_shards)
 
     def loss(
-        self,
-        head: Head,
-        hidden: Tensor,
-        labels: Tensor,
-        weights: Sequence[Tensor],
-        vocab_size: int,
-        count: Count = None,
+        self, head: Head, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor], count: Count = None
     ) -> Tensor:
         """Return the loss of a head with these weights, for hidden states ``[..., H]`` and labels ``[...]``."""
-        if count is not None and self.reduction != "mean":
-            raise ValueError(
-                f"count={count!r} divides a mean, and reduction is {self.reduction!r}: set it to 'mean' or leave"
-                " count out."
-            )
-        if isinstance(count, Tensor):
-            known = count.numel() == 1 and not count.requires_grad
+        rows = hidden.reshape(-1, hidden.shape[-1])  # [T, H]
+        targets = labels.reshape(-1).long()  # [T]
+        divisor = self._divisor(targets, count).to(wide_dtype(hidden))
+        if is_transformed():
+            losses = self.kind.of(head(rows, weights), targets)
+            loss = losses if self.reduction == "none" else losses.sum() / divisor
         else:
-            number = isinstance(count, int | float) and not isinstance(count, bool)
-            known = 0 < count < math.inf if number else count in (None, "global")  # type: ignore[operator]
-        if not known:
-            raise ValueError(
-                f"count={count!r} must be a positive number, 'global', or None for the labels that count here; it gets"
-                " no gradient."
-            )
-        flat, flat_labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
-        divisor = self._count(flat_labels, count) if self.reduction == "mean" else torch.ones((), device=labels.device)
-        divisor = divisor.to(wide_dtype(hidden))
-        try:
-            loss = self._loss(head, flat, flat_labels, weights, divisor)
-        except (IndexError, RuntimeError) as error:  # on a CPU; a GPU stops with an assertion of its own
-            self._name_wrong_label(labels, vocab_size, error)
-            raise
+            places = loss_places(self.num_shards, rows.detach(), self.kind.counted(targets))
+            wants = [torch.is_grad_enabled() and t.requires_grad for t in (rows, *weights)]
+            call = _LossCall(self, head, places, targets, divisor, wants, Precision.now(rows.device))
+            loss = _TiledLoss.apply(call, rows, *weights)
         return loss.view(labels.shape) if self.reduction == "none" else loss
 
-    def _loss(self, head: Head, hidden: Tensor, labels: Tensor, weights: Sequence[Tensor], divisor: Tensor) -> Tensor:
-        """Return the loss of hidden states ``[T, H]``, in tiles unless a transform is around."""
-        if is_transformed():
-            losses = self.kind.of(head(hidden, weights), labels)
-            return losses if self.reduction == "none" else losses.sum() / divisor
-        places = loss_places(self.num_shards, hidden.detach(), self.kind.counted(labels))
-        wants = [torch.is_grad_enabled() and t.requires_grad for t in (hidden, *weights)]
-        call = _LossCall(self, head, places, labels, divisor, Precision.now(hidden.device), wants)
-        loss: Tensor = _TiledLoss.apply(call, hidden, *weights)
-        return loss
-
-    def _name_wrong_label(self, labels: Tensor, vocab_size: int, error: Exception) -> None:
-        if labels.device.type != "cpu":
-            return
-        wrong = (self.kind.counted(labels) & ((labels < 0) | (labels >= vocab_size))).nonzero().tolist()
-        if wrong:
-            raise IndexError(
-                f"label {int(labels[tuple(wrong[0])])} of token {wrong[0]} is out of range: it must be"
-                f" {self.kind.ignore_index} or in [0, {vocab_size})."
-            ) from error
-
-    def _count(self, labels: Tensor, count: Count) -> Tensor:
-        if count is None or isinstance(count, str):
+    def _divisor(self, labels: Tensor, count: Count) -> Tensor:
+        if self.reduction != "mean":
+            if count is not None:
+                raise ValueError(f"count={count!r} divides a mean: leave it out for reduction={self.reduction!r}.")
+            return torch.ones((), device=labels.device)
+        if count is None or (isinstance(count, str) and count == "global"):
             counted = self.kind.counted(labels).sum().to(torch.float32)
             if count == "global" and dist.is_available() and dist.is_initialized():
                 dist.all_reduce(counted)
                 counted /= dist.get_world_size()
             return counted
-        given = torch.as_tensor(count, dtype=torch.float64, device=labels.device).detach().clone().view(())
-        return given.where(given != 0, torch.nan)  # else the gradients would be those of the sum
+        if isinstance(count, Tensor):
+            given = count.detach().to(labels.device, torch.float64).view(())
+            return given.where(given != 0, torch.nan)  # else the gradients would be those of the sum
+        if not isinstance(count, int | float) or not 0 < count < math.inf:
+            raise ValueError(f"count={count!r} must be a positive number, 'global' or None.")
+        return torch.full((), count, dtype=torch.float64, device=labels.device)
 
 
 @dataclass
@@ -164,55 +133,61 @@ class _LossCall:
     places: list[TileTokens]
     labels: Tensor
     divisor: Tensor
-    autocast: Precision
     wants: list[bool]
     """Whether the hidden states, and each weight, want a gradient."""
-    random: RandomState | None = None
-    """The generators' state before the forward pass, if it drew random numbers."""
+    precision: Precision
 
     def scales(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return what each token's gradient is multiplied by before it is rounded, and in the backward pass."""
         # No label counts: the loss is nan, and the gradients are zeros, as untiled.
         divisor = self.divisor.where(self.divisor != 0, 1.0)
-        if (self.autocast.dtype or hidden.dtype) == torch.float16:  # keeps gradients in range until the backward pass
+        if (self.precision.dtype or hidden.dtype) == torch.float16:  # keeps gradients in range until the backward pass
             most = _HALF_SCALE / self.tiles.kind.counted(self.labels).sum().clamp(min=1) * divisor.clamp(max=2.0**100)
             power = most / (2 * most.frexp().mantissa)  # of two, so that the backward pass rounds nothing
             return power / divisor, 1 / power
         return 1 / divisor, torch.ones_like(divisor)
 
+    def samples(self, hidden: Tensor) -> Samples | None:
+        """Return what takes fingerprints of the logits of one pass, from at most an eighth of a tile's tokens."""
+        return Samples(self.tiles.name, max(8, len(self.places)), self.precision.dtype) if is_real(hidden) else None
+
     def run(
-        self, hidden: Tensor, weights: Sequence[Tensor], wants: Sequence[bool], incoming: Tensor | None = None
+        self, hidden: Tensor, weights: Sequence[Tensor], factors: Tensor | None, samples: Samples | None = None
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Run all tiles; return the losses, or their sum, and the gradients that are wanted.
+        """Run all tiles; return the loss of each token, ``[T]``, and the gradients that are wanted.
 
         Args:
             hidden: ``[T, H]``.
             weights: The weights of the head.
-            wants: Whether the hidden states, and each weight, want a gradient.
-            incoming: The gradient of each token's loss.
+            factors: The gradient of each token's loss, ``[T]``; without it there are no gradients.
+            samples: Takes the fingerprint of each tile's logits.
         """
-        per_token = self.tiles.reduction == "none"
-        losses = hidden.new_zeros(len(self.labels) if per_token else (), dtype=wide_dtype(hidden))
+        # 1. Memory for the results.
+        losses = hidden.new_zeros(len(self.labels), dtype=wide_dtype(hidden))
+        wants = [factors is not None and wanted for wanted in self.wants]
         grad_hidden = torch.zeros_like(hidden) if wants[0] else None
-        plain = self.head is linear and not any(is_traceable_wrapper_subclass(t) for t in (hidden, *weights))
-        kind = LinearTile if plain else GraphTile
-        tile = kind(self.head, weights, wants, self.tiles.accumulate, self.autocast)
+        sums = [GradientSum(w, "float32") if wanted else None for w, wanted in zip(weights, wants[1:], strict=True)]
+        if factors is not None:
+            factors = factors.to(losses.dtype).where(self.tiles.kind.counted(self.labels), 0.0)
+        # 2. What computes logits, and their gradients.
+        tile: LinearTile | GraphTile = GraphTile(self.head, weights, sums, wants[0], self.tiles.name)
+        if self.head is linear and not any(map(is_traceable_wrapper_subclass, (hidden, *weights))):
+            tile = LinearTile(weights, sums, wants[0], self.precision)
         for place in each_tile(self.places):
-            rows, labels = hidden[place], self.labels[place]
-            factor = None
-            if any(wants) and incoming is not None:
-                factor = incoming[place].to(losses.dtype).where(self.tiles.kind.counted(labels), 0.0)
-            logits = tile.logits(rows)
-            loss = self.tiles.kind.of(logits, labels, factor)
-            if per_token:
-                losses[place] = loss
-            else:
-                losses += loss.sum()
+            # 3. The logits of a tile become the gradient of its losses.
+            logits = tile.logits(hidden[place])
+            if samples is not None:
+                samples.take([logits])
+            factor = factors[place] if factors is not None and any(wants) else None
+            losses[place] = self.tiles.kind.of(logits, self.labels[place], factor)
+            # 4. The gradients of weights are added to their sums.
             part = None if factor is None else tile.backward(logits)
             if grad_hidden is not None and part is not None:
                 grad_hidden[place] = part.to(grad_hidden.dtype)
             del logits, part
-        return losses, [grad_hidden, *tile.totals()]
+        if self.precision.dtype is not None:
+            torch.clear_autocast_cache()  # it holds casts of leaves
+        return losses, [grad_hidden, *[None if total is None else total.sum_or_zeros() for total in sums]]
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -220,24 +195,20 @@ class _TiledLoss(torch.autograd.Function):
     @hidden_from_checkpoints()
     def forward(ctx: Any, call: _LossCall, hidden: Tensor, *weights: Tensor) -> Tensor:
         ctx.call = call
-        start = None if call.head is linear else RandomState.now(hidden.device)
+        ctx.dtypes = [t.dtype for t in (hidden, *weights)]
         if call.tiles.reduction == "none":
             ctx.save_for_backward(hidden, call.labels, *weights)  # which notices changes in place
-            loss = call.run(hidden, weights, [False] * len(call.wants))[0]
-            ctx.print = fingerprint(loss) if type(loss) is Tensor and loss.numel() else None  # none of a fake one
-        else:
-            scale, ctx.factor = call.scales(hidden)
-            loss, gradients = call.run(hidden, weights, call.wants, scale.expand(len(call.labels)))
-            loss = loss / call.divisor
-            ctx.dtypes = [t.dtype for t in (hidden, *weights)]
-            # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range.
-            for index, (gradient, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
-                if gradient is not None and dtype == torch.bfloat16:
-                    gradients[index] = gradient.to(dtype)
-            ctx.save_for_backward(*gradients)
-        if start is not None and not start.same_as(RandomState.now(hidden.device)):
-            call.random = start
-        return loss
+            ctx.random = RandomState.now(hidden.device)
+            ctx.samples = call.samples(hidden)
+            return call.run(hidden, weights, None, ctx.samples)[0]
+        scale, ctx.factor = call.scales(hidden)
+        losses, gradients = call.run(hidden, weights, scale.expand(len(call.labels)))
+        # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range.
+        for index, (gradient, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
+            if gradient is not None and dtype == torch.bfloat16:
+                gradients[index] = gradient.to(dtype)
+        ctx.save_for_backward(*gradients)
+        return losses.sum() / call.divisor
 
     @staticmethod
     @without_compiler
@@ -245,38 +216,36 @@ class _TiledLoss(torch.autograd.Function):
         call: _LossCall = ctx.call
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "A backward pass through a loss in tiles cannot be differentiated (create_graph=True): compute it from"
-                " full logits (loss=False)."
+                f"A backward pass through a loss in tiles cannot be differentiated (create_graph=True): {_REMEDY}."
             )
-        saved = ctx.saved_tensors
-        if call.tiles.reduction == "none":
-            hidden, _, *weights = saved
-            with call.autocast.context(), random_state_kept(hidden.device, call.random):
-                losses, gradients = call.run(hidden, weights, call.wants, incoming)
-            if ctx.print is not None:
-                eps = EPS[call.autocast.dtype or hidden.dtype]
-                VERDICT.add(Sample("a tiled loss", "set loss=False", eps, ctx.print, fingerprint(losses)))
-            pairs = zip(gradients, (hidden, *weights), strict=True)
-            return (None, *(None if g is None else g.to(t.dtype) for g, t in pairs))
-        scaled = (
-            None if g is None else _scaled(g, incoming * ctx.factor, dtype)
-            for g, dtype in zip(saved, ctx.dtypes, strict=True)
-        )
-        return (None, *scaled)
+        gradients = ctx.saved_tensors
+        if call.tiles.reduction == "none":  # the tiles run once more, as in the forward pass
+            hidden, _, *weights = gradients
+            factor = torch.ones_like(call.divisor)
+            samples = call.samples(hidden)
+            with call.precision.context(), random_state_kept(hidden.device, ctx.random):
+                gradients = call.run(hidden, weights, incoming, samples)[1]
+            if samples is not None and ctx.samples is not None:
+                ctx.samples.compare(samples, _REMEDY)
+        else:
+            factor = incoming * ctx.factor
+        found: list[Tensor | None] = [None]
+        for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
+            found.append(None if gradient is None else _scaled(gradient, factor, dtype))
+        return tuple(found)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply a gradient and round once: a factor in 16 bits would have an error of its own."""
     if gradient.dtype == dtype and dtype in (torch.float32, torch.float64):
         return gradient * factor.to(dtype)
-    result = torch.empty_like(gradient, dtype=dtype)
-    if gradient.dim() == 0:
-        return result.copy_(gradient.float() * factor)
-    for rows, into in zip(gradient.split(_ROWS), result.split(_ROWS), strict=True):
-        into.copy_(rows.float() * factor)
+    result = torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
+    for part, into in zip(gradient.flatten().split(_PART), result.view(-1).split(_PART), strict=True):
+        into.copy_(part.float() * factor)
     return result
 
 
-_ROWS = 4096
+_PART = 2**24
 _HALF_SCALE = 2.0**15
 """What gradient scalers begin with: the gradient of a label is then at most half of float16's largest number."""
+_REMEDY = "compute it from full logits (loss=False)"

@@ -31,16 +31,10 @@ class CrossEntropy:
     """Adds ``z_loss * logsumexp(logits)**2`` for each token that counts (PaLM, arXiv:2204.02311)."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
-            raise ValueError(f"ignore_index={self.ignore_index!r} must be an integer.")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing={self.label_smoothing!r} must be between 0 and 1.")
         if self.logit_softcap is not None and not 0 < self.logit_softcap < math.inf:
             raise ValueError(f"logit_softcap={self.logit_softcap!r} must be positive and finite, or None for no cap.")
-        if not math.isfinite(self.logit_scale):
-            raise ValueError(f"logit_scale={self.logit_scale!r} must be finite.")
-        if not 0 <= self.z_loss < math.inf:
-            raise ValueError(f"z_loss={self.z_loss!r} must be finite and at least 0.")
 
     def counted(self, labels: Tensor) -> Tensor:
         """Return which labels count."""
@@ -63,41 +57,38 @@ class CrossEntropy:
         return torch.cat([self._part(*part) for part in parts])
 
     def _part(self, logits: Tensor, labels: Tensor, factor: Tensor | None) -> Tensor:
-        wide = wide_dtype(logits)
+        wide, smooth = wide_dtype(logits), self.label_smoothing
         counted = self.counted(labels)
-        chosen = labels.where(counted, 0)[:, None]
-        values = logits if self.logit_scale == 1.0 else logits.to(wide) * self.logit_scale
-        bent: Tensor | None = None
+        chosen = labels.where(counted, 0)[:, None]  # [t, 1]
+        # 1. The logits, scaled and capped.
+        values = logits if self.logit_scale == 1.0 else logits.to(wide) * self.logit_scale  # [t, V]
+        tanh: Tensor | None = None
         if self.logit_softcap is not None:
-            bent = (values.to(wide) / self.logit_softcap).tanh_()
-            values = bent * self.logit_softcap
-        most = values.amax(-1, keepdim=True) if factor is not None and values.dtype == wide else None
-        whole = values.to(wide).logsumexp(-1, keepdim=True) if self.z_loss and most is None else None
-        # In place the logarithms lack that of their sum, and the gradient is divided by it in the end.
-        logs = values.log_softmax(-1, dtype=wide) if most is None else values.sub_(most)
+            tanh = (values.to(wide) / self.logit_softcap).tanh_()
+            values = tanh * self.logit_softcap
+        # 2. The losses.
+        normalizer = values.to(wide).logsumexp(-1, keepdim=True) if self.z_loss else None  # [t, 1]
+        logs = values.log_softmax(-1, dtype=wide)
         del values
-        smooth = self.label_smoothing
         loss = -logs.gather(-1, chosen)
         if smooth:
             loss = (1 - smooth) * loss - smooth * logs.mean(-1, keepdim=True)
-        gradient = logs if factor is None else logs.exp_()
-        sums = loss.new_ones(()) if most is None else gradient.sum(-1, keepdim=True)
-        if most is not None:
-            loss, whole = loss + sums.log(), most + sums.log() if self.z_loss else None
-        if whole is not None:
-            loss = loss + self.z_loss * whole.square()
+        if normalizer is not None:
+            loss = loss + self.z_loss * normalizer.square()
         loss = loss.squeeze(-1).where(counted, 0.0)
         if factor is None:
             return loss
-        if whole is not None:
-            gradient.mul_(1 + 2 * self.z_loss * whole)
-        gradient.scatter_add_(-1, chosen, (sums * (smooth - 1)).expand(chosen.shape))
+        # 3. Their gradient: softmax less the label, and what smoothing, z-loss, cap and scale add.
+        gradient = logs.exp_()
+        if normalizer is not None:
+            gradient.mul_(1 + 2 * self.z_loss * normalizer)
+        gradient.scatter_add_(-1, chosen, loss.new_full((), smooth - 1).expand(chosen.shape))
         if smooth:
-            gradient.sub_(sums * (smooth / gradient.shape[-1]))
-        if bent is not None:
-            gradient.mul_(bent.square_().neg_().add_(1))
+            gradient.sub_(smooth / gradient.shape[-1])
+        if tanh is not None:
+            gradient.mul_(tanh.square_().neg_().add_(1))
         # As in torch, nan stays nan where a label does not count.
-        torch.mul(gradient, (factor * self.logit_scale)[:, None] / sums, out=logits)
+        torch.mul(gradient, (factor * self.logit_scale)[:, None], out=logits)
         return loss
 
 
@@ -105,8 +96,7 @@ PARTS = 8
 PART_LOGITS = 2**20
 CACHED = 2**18
 """A tile's losses are computed in about 8 parts, or in 3 to 8 of 2**20 logits, so that only the temporaries of one
-part, two float32 copies (three with a cap), are alive at a time. On a CPU a thread has at most 2**18, which its cache
-holds."""
+part, two float32 copies (three with a cap), are alive at a time. On a CPU the cache of a thread holds 2**18."""
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:

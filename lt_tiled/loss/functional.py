@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lt_tiled.loss.autograd import Count, LossTiles, Reduction
 from lt_tiled.loss.cross_entropy import CrossEntropy, shifted, wide_dtype
@@ -30,7 +30,6 @@ def tiled_linear_cross_entropy(
     z_loss: float = 0.0,
     shift: bool = False,
     count: Count = None,
-    accumulate: Literal["float32", "param"] = "float32",
 ) -> Tensor:
     """``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` with the logits of one tile of tokens at a time.
 
@@ -55,7 +54,6 @@ def tiled_linear_cross_entropy(
         count: For ``"mean"``, what to divide by instead of the labels that count here: a positive number, or
             ``"global"`` for the mean of all ranks' counts, so that the mean of the ranks' gradients is that over all of
             their labels.
-        accumulate: The dtype in which weight gradients of 16-bit weights are summed over the tiles.
 
     Returns:
         The loss, in float32 for 16-bit logits: a scalar, or with ``"none"`` of the labels' shape.
@@ -64,63 +62,31 @@ def tiled_linear_cross_entropy(
         ValueError: If shapes do not fit or a value is out of bounds.
     """
     check_shapes(hidden, weight, labels, bias)
-    if not isinstance(shift, bool):
-        raise ValueError(f"shift={shift!r} must be True or False: labels are shifted by one token.")
     kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss)
-    tiles = LossTiles(kind, reduction, num_shards, accumulate)
+    tiles = LossTiles(kind, reduction, num_shards)
     labels = next_labels(labels, ignore_index) if shift else labels
-    weights, region = [weight] if bias is None else [weight, bias], current()
+    weights = [weight] if bias is None else [weight, bias]
+    region = current()
     if region is None or region.size == 1 or reduction == "none":
-        return tiles.loss(linear, hidden, labels, weights, weight.shape[0], count)
+        return tiles.loss(linear, hidden, labels, weights, count)
     # The mean over the ranks of what each returns is the loss of all: see NOTE [Sequence parallelism].
     if count is None and reduction == "mean":
         count = region.mean(kind.counted(labels).sum().to(wide_dtype(hidden)))
     elif count is not None and count != "global":
         count = count / region.size
-    loss = tiles.loss(linear, hidden, labels, weights, weight.shape[0], count)
+    loss = tiles.loss(linear, hidden, labels, weights, count)
     region.losses += 1
     return loss * region.size if reduction == "sum" else loss
 
 
 def tiled_token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    *,
-    num_shards: int | Literal["auto"] = "auto",
-    ignore_index: int = -100,
-    logit_softcap: float | None = None,
-    logit_scale: float = 1.0,
-    shift: bool = False,
-    accumulate: Literal["float32", "param"] = "float32",
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
     """Return the log-probability of each label, for DPO and other preference losses: ``[...]``, zero where ignored.
 
-    The arguments, and the errors raised, are those of :func:`tiled_linear_cross_entropy`.
+    The options are those of :func:`tiled_linear_cross_entropy` but for the reduction, and so are the errors raised.
     """
-    options: dict[str, Any] = {"num_shards": num_shards, "ignore_index": ignore_index, "accumulate": accumulate}
-    options |= {"logit_softcap": logit_softcap, "logit_scale": logit_scale, "shift": shift}
     return -tiled_linear_cross_entropy(hidden, weight, labels, bias, reduction="none", **options)
-
-
-class TiledLinearCrossEntropy(nn.Module):
-    """:func:`tiled_linear_cross_entropy` as a module; it holds no weights.
-
-    Args:
-        options: The function's keyword arguments.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = options
-
-    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return the loss; see the function."""
-        return tiled_linear_cross_entropy(hidden, weight, labels, bias, **self.options)
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
 def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
@@ -132,29 +98,13 @@ def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
-    """Refuse hidden states, labels and a head that do not fit together.
-
-    Raises:
-        TypeError: If the weight is a module.
-        ValueError: With the shapes, and those that would fit.
-    """
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"weight is a {type(weight).__name__}: pass its weight of shape [V, H], as in head.weight.")
-    if not hidden.is_floating_point():
-        raise ValueError(f"hidden is {hidden.dtype} and must be floating point.")
+    """Refuse labels that are no integers, and shapes that do not fit together, with a ``ValueError``."""
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels are {labels.dtype} and must be integers: probabilities are not supported.")
-    if hidden.shape[:-1] != labels.shape:
+    fit = labels.shape == hidden.shape[:-1] and weight.dim() == 2 and weight.shape[1] == hidden.shape[-1]
+    fit = fit and (bias is None or bias.shape == weight.shape[:1])
+    if not fit:
+        shapes = [None if t is None else list(t.shape) for t in (hidden, weight, labels, bias)]
         raise ValueError(
-            f"labels have the shape {list(labels.shape)} and hidden {list(hidden.shape)}: labels must be"
-            f" {list(hidden.shape[:-1])}."
-        )
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"weight has the shape {list(weight.shape)}, and hidden states of {hidden.shape[-1]} need"
-            f" [V, {hidden.shape[-1]}]."
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"bias has the shape {list(bias.shape)} and must be [{weight.shape[0]}], one entry for each row of weight."
+            f"hidden, weight, labels and bias have the shapes {shapes} and must have [..., H], [V, H], [...] and [V]."
         )

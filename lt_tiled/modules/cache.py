@@ -1,10 +1,13 @@
-"""Key-value caches in training with activation checkpointing: those that nobody asks for are not made."""
+"""Calls of transformers' models: their arguments, their loss function, and the key-value caches of a recompute.
+
+In training with activation checkpointing, caches that nobody asks for are not made.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -60,3 +63,16 @@ def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def has_cache(given: dict[str, Any]) -> bool:
     """Whether there is a key-value cache of transformers among arguments."""
     return any(cls.__name__.endswith("Cache") for value in given.values() for cls in type(value).__mro__)
+
+
+@contextmanager
+def loss_function_set(model: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Set the loss function of a transformers model for a while."""
+    before = vars(model).get("_loss_function")
+    model.loss_function = function
+    try:
+        yield
+    finally:
+        del model._loss_function  # the attribute of the property, which has no deleter
+        if before is not None:
+            model.loss_function = before

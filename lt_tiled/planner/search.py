@@ -14,8 +14,7 @@ from rich.text import Text
 
 from lt_tiled._log import warn
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
-from lt_tiled.loss.logits import HeadPatch
-from lt_tiled.loss.transformers import find_losses
+from lt_tiled.loss.transformers import HeadPatch, find_losses
 from lt_tiled.memory import gib
 from lt_tiled.modules.patch import turned_off
 from lt_tiled.planner.job import Job

@@ -161,7 +161,7 @@ class Samples:
         raises: Whether a difference raises, and does not only warn.
     """
 
-    def __init__(self, name: str, tiles: int, autocast: torch.dtype | None, raises: bool) -> None:
+    def __init__(self, name: str, tiles: int, autocast: torch.dtype | None, raises: bool = True) -> None:
         self.name, self.rows, self.raises = name, ROWS // tiles + 1, raises
         self.eps = 0.0 if autocast is None else EPS[autocast]
         self.tiles: list[Tensor] = []
@@ -181,10 +181,10 @@ class Samples:
         if weight.dtype in EPS:
             self.weight = [fingerprint(weight, FEW_ROWS)]
 
-    def compare(self, now: Samples) -> None:
-        """Compare them with those of the recompute, at the end of the backward pass."""
+    def compare(self, now: Samples, remedy: str = "lt_tiled.untile() it") -> None:
+        """Compare them with those of the recompute, at the end of the backward pass; the remedy is for messages."""
         for before, after in ((self.tiles, now.tiles), (self.weight, now.weight)):
             if before:
                 first = torch.cat(before)
                 second = torch.cat(after) if len(before) == len(after) else torch.full_like(first, torch.nan)
-                VERDICT.add(Sample(self.name, "lt_tiled.untile() it", now.eps, first, second, self.raises))
+                VERDICT.add(Sample(self.name, remedy, now.eps, first, second, self.raises))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled.loss.cross_entropy import shifted, wide_dtype
-from lt_tiled.loss.transformers import loss_function_set
+from lt_tiled.modules.cache import loss_function_set
 from lt_tiled.modules.patch import Order, Patch, is_of
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.positions import documents_of

@@ -36,20 +36,22 @@ class Deferred(Tensor):
         """Return an instance without memory."""
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
-    has_value = False
-    """Whether there is a plain tensor, whose shape may have been changed in place since."""
+    computed: Tensor | None = None
+    """The plain tensor with its graph, once it was used. Its shape may have been changed in place since."""
 
-    def value(self, because: str = "") -> Tensor:
-        """Return the plain tensor with its graph.
-
-        Args:
-            because: The name of the function that uses it.
-        """
+    def compute(self) -> Tensor:
+        """Return the plain tensor with its graph."""
         raise AssertionError
+
+    def value(self) -> Tensor:
+        """Return the plain tensor with its graph, which is computed once."""
+        if self.computed is None:
+            self.computed = self.compute()
+        return self.computed
 
     def data_value(self) -> Tensor:
         """Return the plain tensor without a graph, for code below autograd."""
-        raise AssertionError
+        return self.value().detach()
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a function that needs no value, else ``NotImplemented``."""
@@ -60,13 +62,13 @@ class Deferred(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Deferred))
-        if func in _METADATA and not first.has_value:
+        if func in _METADATA and first.computed is None:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         joined = first.joined(func, args, kwargs)
         if joined is not NotImplemented:
             return joined
-        args, kwargs = values((args, kwargs), getattr(func, "__name__", str(func)))
+        args, kwargs = values((args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
@@ -85,11 +87,11 @@ _METADATA |= {Tensor.is_floating_point, Tensor.__len__}
 _OF_THE_GRAPH = {_getter(name) for name in ("grad_fn", "is_leaf")}
 
 
-def values(tree: Any, because: str = "") -> Any:
+def values(tree: Any) -> Any:
     """Return the tree with the values of all deferred tensors in it."""
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, Deferred):
-            return pytree.tree_map_only(Deferred, lambda t: t.value(because), tree)
+            return pytree.tree_map_only(Deferred, lambda t: t.value(), tree)
     return tree
 
 
@@ -126,7 +128,6 @@ class Pending(Deferred):
     is_joined = False
     """Whether what follows runs it in its tiles."""
     _data: Tensor | None
-    _value: Tensor | None
 
     @classmethod
     def of(cls, call: TiledCall, inputs: Sequence[Tensor], through: Through, group: Any) -> Pending:
@@ -135,7 +136,7 @@ class Pending(Deferred):
         tail, dtype = call.plan.output
         pending: Pending = cls.like((*call.tokens.lead, *tail), dtype, call.device)
         pending.call, pending.inputs, pending.group, pending.box = call, inputs, group, []
-        pending._data = pending._value = None
+        pending._data = None
         pending.hooks = saved_tensors_hooks()
         inside = _inside.get()
         if inside is not None:
@@ -145,25 +146,27 @@ class Pending(Deferred):
         return pending
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let torch's own hooks, which follow modules as for FlopCounterMode, see this tensor's place in the graph."""
-        follows = func in _OF_THE_GRAPH or (func is Tensor.register_hook and is_of(args[1], ("torch.",)))
-        if self._value is not None or not follows:
-            return NotImplemented
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        """Let torch's own hooks, which follow modules as for FlopCounterMode, see this tensor's place in the graph.
 
-    def value(self, because: str = "") -> Tensor:
-        """Run the call, once, and return its output with its graph."""
-        if self.is_joined and because in ("register_hook", "retain_grad"):
+        Raises:
+            RuntimeError: If a hook waits for a gradient that there is none of.
+        """
+        follows = func in _OF_THE_GRAPH or (func is Tensor.register_hook and is_of(args[1], ("torch.",)))
+        if self.computed is None and follows:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if self.is_joined and func in (Tensor.register_hook, Tensor.retain_grad):
             raise RuntimeError(
                 f"{self.call.name}: its output went into the tiles of what follows, so there is no gradient of it. Ask"
                 " for it before that runs, or remove the module from Tiling(targets=...)."
             )
-        if self._value is None:
-            with torch.inference_mode(False), torch.enable_grad():
-                self._value = _Value.apply(self)
-            self.has_value = True
-        return self._value
+        return NotImplemented
+
+    def compute(self) -> Tensor:
+        """Run the call, and return its output with its graph."""
+        with torch.inference_mode(False), torch.enable_grad():
+            value: Tensor = _Value.apply(self)
+        return value
 
     def data_value(self) -> Tensor:
         """Run the call, once, and return its output without a graph."""

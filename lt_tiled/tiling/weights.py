@@ -172,16 +172,25 @@ class GradientSum:
             self.sum.add_(gradient)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add ``left @ right``.
+        """Add ``left @ right`` in the precision of the sum: a 16-bit product is not rounded before."""
+        if self.sum is None:
+            self.sum = left.new_zeros(left.shape[0], right.shape[1], dtype=self.sum_dtype)
+        total = self.sum
+        if total.dtype == left.dtype:
+            torch.addmm(total, left, right, out=total)  # FlopCounterMode does not count addmm_
+        elif adds_in_product(total, left):
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        else:  # the larger factor in parts, because each is copied to the sum's dtype
+            if left.shape[0] < right.shape[1]:
+                total, left, right = total.t(), right.t(), left.t()
+            right = right.to(total.dtype)
+            size = max(1, len(total) // 8)
+            for part, into in zip(left.split(size), total.split(size), strict=True):
+                torch.addmm(into, part.to(total.dtype), right, out=into)
 
-        A 16-bit product is rounded before it is added, as autograd's is, except on a CUDA GPU from the second one on.
-        """
-        if self.sum is not None and self.sum.dtype == left.dtype:
-            torch.addmm(self.sum, left, right, out=self.sum)  # FlopCounterMode does not count addmm_
-        elif self.sum is not None and adds_in_product(self.sum, left):
-            torch.addmm(self.sum, left, right, out_dtype=torch.float32, out=self.sum)
-        else:
-            self.add(left.mm(right))
+    def sum_or_zeros(self) -> Tensor:
+        """Return the sum; zeros if no tile used the tensor."""
+        return torch.zeros_like(self.leaf, requires_grad=False) if self.sum is None else self.sum
 
     def take(self) -> Tensor | None:
         """Return the sum in the tensor's own dtype; ``None`` if no tile used it."""

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled.loss.logits import HeadPatch
+from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
 from lt_tiled.policies import check_count

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from lt_tiled import tiled_linear_cross_entropy
-from tests.engines.cells import ENGINES, launch, set_up, step_on
+from tests.engines.cells import ENGINES, draw, launch, set_up, step_on
 from tests.engines.conftest import OnRanks
-from tests.models import TinyLM, lm_loss
+from tests.models import TinyLM, lm_loss, tiny_llama
 from tests.parity import near
 from tests.world import World
 
@@ -50,6 +51,39 @@ def test_losses(on_ranks: OnRanks, engine: str, tied: bool) -> None:
     """
     true = on_ranks.once(losses, engine, False, tied)
     assert on_ranks(losses, engine, True, tied) == [near(values) for values in true]
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "LoRA": {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False},
+    "DoRA": {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": False, "use_dora": True},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def losses_of_adapters(engine: str, adapter: str, loss: bool | int) -> list[float]:
+    """Three steps of a model with an adapter on its head."""
+    fabric = launch(engine, tiling=3, loss=loss)
+    llama = get_peft_model(tiny_llama(), LoraConfig(r=2, task_type="CAUSAL_LM", **ADAPTERS[adapter]))
+    model, optimizer = set_up(fabric, llama, engine)
+    found = []
+    for step in range(3):
+        ids = draw((2, 20 + 5 * step), dist.get_rank())
+        output = model(input_ids=ids, labels=ids)
+        assert (output.logits is None) is bool(loss)
+        found.append(step_on(fabric, optimizer, output.loss))
+    fabric.strategy.release()
+    return found
+
+
+@pytest.mark.table("DoRA-zero3|saved-(zero3|fsdp2)|LoRA-(zero3|fsdp)")
+@pytest.mark.parametrize(
+    "engine", [engine for engine in ENGINES if engine != "fsdp_flat"]
+)  # which mixes no frozen ones
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_adapters_on_the_head(on_ranks: OnRanks, adapter: str, engine: str) -> None:
+    """A head with an adapter, or a copy of it that trains, has the losses of full logits in tiles."""
+    true = on_ranks(losses_of_adapters, engine, adapter, False)
+    assert on_ranks(losses_of_adapters, engine, adapter, 3) == [near(values) for values in true]
 
 
 def mean_gradients() -> tuple[Tensor, Tensor]:

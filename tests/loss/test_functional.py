@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lt_tiled import TiledLinearCrossEntropy, tiled_linear_cross_entropy, tiled_token_logprobs
+from lt_tiled import tiled_linear_cross_entropy, tiled_token_logprobs
 from lt_tiled.loss.autograd import LossTiles
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from tests.meters import LiveBytes, flops, peak_bytes
@@ -193,7 +192,9 @@ def test_costs_no_more_flops(frozen: tuple[int, ...], ignored: int) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_the_host_reads_one_number(reduction: Any) -> None:
-    """Forward and backward wait for the device once, for the number of labels that count."""
+    """Forward and backward wait for the device once, for the number of labels that count; with ``"none"`` also for the
+    comparison of the recompute.
+    """
 
     class Reads(TorchDispatchMode):
         found = 0
@@ -206,7 +207,7 @@ def test_the_host_reads_one_number(reduction: Any) -> None:
     with Reads() as reads:
         loss = tiled_linear_cross_entropy(hidden, weight, labels, bias, reduction=reduction, num_shards=3)
         torch.autograd.grad(loss.sum(), [hidden, weight, bias])
-    assert reads.found == 1
+    assert reads.found == 1 + (reduction == "none")
 
 
 def peak_in_logits(dtype: torch.dtype, **options: Any) -> float:
@@ -246,7 +247,7 @@ def test_peak_of_any_head(dtype: torch.dtype) -> None:
     tiles = LossTiles(CrossEntropy(), "mean", 4)
 
     def run() -> None:
-        loss = tiles.loss(lambda x, w: F.linear(x, *w) * 0.5, hidden, torch.arange(1024), [weight], 32768)
+        loss = tiles.loss(lambda x, w: F.linear(x, *w) * 0.5, hidden, torch.arange(1024), [weight])
         torch.autograd.grad(loss, [hidden, weight])
 
     assert 2 < peak_bytes(run) / (256 * 32768 * dtype.itemsize) <= 2.1
@@ -310,59 +311,27 @@ def test_token_logprobs() -> None:
     assert error(list(results[1]), list(results[0])) <= 1e-12
 
 
-def test_module_form() -> None:
-    """The module is the function with its options."""
-    hidden, weight, labels, bias = some()
-    module = TiledLinearCrossEntropy(num_shards=3, label_smoothing=0.1)
-    assert torch.equal(
-        module(hidden, weight, labels, bias), tiled_linear_cross_entropy(hidden, weight, labels, bias, **module.options)
-    )
-    assert "label_smoothing=0.1" in repr(module)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logit_softcap": math.inf}, "logit_softcap"),
-        ({"logit_scale": math.nan}, "logit_scale"),
-        ({"z_loss": math.nan}, "z_loss"),
-        ({"ignore_index": 1.5}, "ignore_index"),
         ({"label_smoothing": 1.5}, r"label_smoothing=1.5 must be between 0 and 1"),
         ({"logit_softcap": 0.0}, r"logit_softcap=0.0 must be positive"),
-        ({"z_loss": -1.0}, r"z_loss=-1.0 must be finite and at least 0"),
         ({"reduction": "max"}, r"reduction='max' must be"),
         ({"num_shards": 0}, r"num_shards=0 must be"),
         ({"reduction": "sum", "count": 3}, r"count=3 divides a mean"),
-        ({"count": "local"}, r"count='local' must be a positive number, 'global', or None"),
+        ({"count": "local"}, r"count='local' must be a positive number"),
         ({"count": 0}, r"count=0 must be a positive number"),
-        ({"count": True}, r"count=True must be a positive number"),
-        ({"count": float("inf")}, r"count=inf must be a positive number"),
-        ({"count": torch.ones((), requires_grad=True)}, r"count=tensor\(1\., requires_grad=True\) .* no gradient"),
-        ({"hidden": torch.zeros(2, 19, 16, dtype=torch.complex64)}, r"hidden is torch.complex64"),
-        ({"shift": 2}, r"shift=2 must be True or False"),
-        ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"labels have the shape \[2, 3\] and hidden \[2, 19, 16\]"),
+        ({"labels": torch.zeros(2, 3, dtype=torch.long)}, r"shapes \[\[2, 19, 16\], \[37, 16\], \[2, 3\], \[37\]\]"),
+        ({"weight": torch.zeros(5, 7)}, r"\[5, 7\].* must have \[\.\.\., H\], \[V, H\]"),
+        ({"bias": torch.zeros(3)}, r"\[3\]\] and must have"),
         ({"labels": torch.zeros(2, 19)}, r"labels are torch.float32 and must be integers"),
-        ({"weight": torch.zeros(5, 7)}, r"weight has the shape \[5, 7\].*\[V, 16\]"),
-        ({"bias": torch.zeros(3)}, r"bias has the shape \[3\] and must be \[37\]"),
-        (
-            {"weight": torch.nn.Linear(16, 37)},
-            r"weight is a Linear: pass its weight of shape \[V, H\], as in head.weight",
-        ),
     ],
 )
 def test_bad_input(change: dict[str, Any], message: str) -> None:
     """Values out of bounds and shapes that do not fit are refused with the bound."""
     hidden, weight, labels, bias = some()
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         tiled_linear_cross_entropy(**({"hidden": hidden, "weight": weight, "labels": labels, "bias": bias} | change))
-
-
-def test_a_label_out_of_range_is_named() -> None:
-    """On a CPU a label that is no row of the weight raises ``IndexError`` with its value, place and bound."""
-    hidden, weight, labels, bias = some()
-    labels[1, 2] = 99
-    with pytest.raises(IndexError, match=r"label 99 of token \[1, 2\] is out of range: .* -100 or in \[0, 37\)"):
-        tiled_linear_cross_entropy(hidden, weight, labels, bias, num_shards=3)
 
 
 def test_labels_that_are_changed_before_the_backward_pass() -> None:
@@ -402,10 +371,9 @@ def test_float16_over_many_tokens() -> None:
     true = torch.autograd.grad(F.cross_entropy(F.linear(*exact), labels) * scale, exact)
     full = torch.autograd.grad(untiled(hidden, weight, labels) * scale, [hidden, weight])
     for shards in (1, 16):
-        for accumulate in ("float32", "param"):
-            loss = tiled_linear_cross_entropy(hidden, weight, labels, num_shards=shards, accumulate=accumulate) * scale
-            found = torch.autograd.grad(loss, [hidden, weight])
-            assert less_accurate(*map(named, (found, full, true)), torch.float16) == {}
+        loss = tiled_linear_cross_entropy(hidden, weight, labels, num_shards=shards) * scale
+        found = torch.autograd.grad(loss, [hidden, weight])
+        assert less_accurate(*map(named, (found, full, true)), torch.float16) == {}
 
 
 @pytest.mark.low_precision
@@ -450,7 +418,7 @@ def test_a_random_head() -> None:
         torch.manual_seed(0)
         tiles = LossTiles(CrossEntropy(), reduction, 3)
         loss = tiles.loss(
-            lambda rows, weights: F.linear(F.dropout(rows, 0.5), *weights), hidden, labels, [weight], weight.shape[0]
+            lambda rows, weights: F.linear(F.dropout(rows, 0.5), *weights), hidden, labels, [weight]
         ).sum()
         torch.manual_seed(1)
         found.append([loss, *torch.autograd.grad(loss, [hidden, weight])])
@@ -463,9 +431,7 @@ def test_weights_without_dimensions() -> None:
     hidden, weight, labels, _ = some(torch.bfloat16)
     scale = torch.tensor(0.7, dtype=torch.bfloat16, requires_grad=True)
     tiles = LossTiles(CrossEntropy(), "mean", 3)
-    loss = tiles.loss(
-        lambda rows, weights: F.linear(rows, weights[0]) * weights[1], hidden, labels, [weight, scale], weight.shape[0]
-    )
+    loss = tiles.loss(lambda rows, weights: F.linear(rows, weights[0]) * weights[1], hidden, labels, [weight, scale])
     found = torch.autograd.grad(loss, scale)
 
     def full(hidden: Tensor, weight: Tensor, scale: Tensor) -> Any:

@@ -130,7 +130,7 @@ def test_flop_counter_uses_no_pending_tensor() -> None:
         y = net(x)
         assert type(y) is Tensor
     assert type(seen[0]) is Pending
-    assert not seen[0].has_value
+    assert seen[0].computed is None
 
 
 class MixingNorm(nn.Module):
