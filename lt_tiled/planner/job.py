@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,18 +61,20 @@ class Job:
             ValueError: If the batch has no sequences and ``tokens`` is given.
         """
         batch = self.batch if tokens is None else with_length(self.batch, tokens)
+        module = copy.deepcopy(self.module)  # it gets fake weights, and FSDP's hooks
+        module.trainer = self.module.trainer
 
         def step() -> Tensor:
             fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
-            return training_loss(self.module.training_step, self.module, fake)
+            return training_loss(module.training_step, module, fake)
 
-        return simulate(self.module, step, self._optimizer, settings or self.settings)
+        def make_optimizer() -> torch.optim.Optimizer:
+            found, _ = _init_optimizers_and_lr_schedulers(module)
+            if len(found) != 1:
+                raise SimulationError(f"{type(self.module).__name__} has {len(found)} optimizers: a plan needs one.")
+            return found[0]
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        found, _ = _init_optimizers_and_lr_schedulers(self.module)
-        if len(found) != 1:
-            raise SimulationError(f"{type(self.module).__name__} has {len(found)} optimizers: a plan needs one.")
-        return found[0]
+        return simulate(module, step, make_optimizer, settings or self.settings)
 
 
 def make_job(
@@ -134,8 +137,9 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
     shared = first("sequence_parallel")
     if shared is not None:
         check_size(shared.size, ranks)
-    engine = replace(engine, mixed=engine.name == "fsdp" and autocast is not None)
-    if autocast is not None and (engine.mixed or engine.name.startswith("zero")):  # these cast weights instead
+    if autocast is not None and (engine.name == "fsdp" or engine.stage):  # these cast weights instead
+        if engine.name == "fsdp":
+            engine = replace(engine, mixed=autocast)
         dtype, autocast = autocast, None
     return Settings(
         tiling=first("tiling"),

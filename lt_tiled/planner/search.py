@@ -62,12 +62,6 @@ class Plan:
         """The phase of the step in which the peak occurs."""
         return next(p for p, start in reversed(self.simulation.phases.items()) if start <= self.simulation.peak_at)
 
-    @property
-    def place(self) -> str:
-        """The module at which the peak occurs."""
-        last = max((a for a in self.simulation.allocations if a.born <= self.simulation.peak_at), key=lambda a: a.born)
-        return last.place or "the step itself"
-
     def speed(self, machine: Machine) -> Speed:
         """Return the predicted speed of a step."""
         return predict(self.simulation, self.settings, machine)
@@ -93,7 +87,7 @@ class Plan:
         run = self.simulation
         lines = [
             f"Settings: {describe(self.settings)}.",
-            f"The peak occurs in the {self.phase} phase, at {self.place}.",
+            f"The peak occurs in the {self.phase} phase.",
             f"FLOPs: {run.flops / 1e12:.3g} TFLOP per step, {run.forward_flops / 1e12:.3g} TFLOP in the forward pass.",
         ]
         if (moved := run.offloaded) is not None and moved.cpu_bytes + moved.disk_bytes:
