@@ -263,19 +263,6 @@ def test_buffers() -> None:
     assert not {row.path: row.passed for row in result.rows}["model.blocks.*.mlp.calls"]
 
 
-def consuming(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """A step that changes its batch."""
-    return step(model, batch.pop("ids").add_(1).remainder_(32))
-
-
-def test_the_batch_stays() -> None:
-    """Each step gets the batch as it was, and the caller keeps it."""
-    batch: Any = {"ids": IDS.clone(), "scale": 1.0}
-    result = verify(TinyLM(), batch, step=consuming)
-    assert result.passed, str(result)
-    assert torch.equal(batch["ids"], IDS)
-
-
 class Clipping(pl.LightningModule):
     """Changes gradients in three hooks."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +14,11 @@ from rich.console import Console
 
 from lt_tiled._log import progress
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled.planner.job import Job, make_job
+from lt_tiled.planner.job import make_job
 from lt_tiled.planner.picture import check_format, draw_step
 from lt_tiled.planner.search import GPU, Plan, cheapest, longest, plan
 from lt_tiled.planner.speed import parse_machine
-from lt_tiled.policies import ActivationCheckpointing, check_count, parse_bytes
+from lt_tiled.policies import check_count, parse_bytes
 
 
 def run_plan(
@@ -47,7 +47,7 @@ def run_plan(
         find: ``max-seq`` finds the longest sequence that fits, ``settings`` the fastest settings with which the
             sequence length fits.
         output: With ``find``, a file for the result, for ``lt-tiled fit --config yours.yaml --config output.yaml``.
-        plot: A plot (``.png``, ``.svg``, ``.pdf``) of memory over the step, and with activation checkpointing alone.
+        plot: A plot (``.png``, ``.svg``, ``.pdf``) of memory over the step.
         gpu: The GPU of the predicted speed, by which ``settings`` ranks: ``a100``, ``h100``, ``h200`` or ``b200``, with
             other numbers behind it, as in ``h100,pcie=25,nvme=3,network=50`` (GB/s in one direction).
 
@@ -78,7 +78,7 @@ def run_plan(
             Path(output).write_text(text)
             console.print(f"Written to {output}: add it to fit's arguments as a second --config.")
     if plot is not None:
-        _draw_step(job, found, plot, limit)
+        draw_step(found.simulation, plot, limit)
         console.print(f"Plot written to {plot}.")
 
 
@@ -93,17 +93,6 @@ def _check_find(
         raise ValueError(f"find='max-seq' finds the sequence length, and seq={seq} sets it: leave one of them out.")
     if find is not None and any(isinstance(c, AppliesPolicies) for c in trainer.get("callbacks") or []):
         raise ValueError(f"find={find!r} writes strategy settings, and callbacks have some: pass them to the strategy.")
-
-
-def _draw_step(job: Job, found: Plan, path: str, limit: int | None) -> None:
-    """Plot the memory of a step with the settings of a plan, and with activation checkpointing alone."""
-    policy = found.settings.activation_checkpointing
-    plain = ActivationCheckpointing(targets=policy.targets) if policy else None
-    without = replace(found.settings, tiling=None, activation_checkpointing=plain, loss=None, sequence_parallel=None)
-    with progress(f"Drawing {path}"):
-        alone = plan(job, found.tokens, without, full_logits=True)
-    runs = {"activation checkpointing alone": alone.simulation, "with lt_tiled": found.simulation}
-    draw_step(runs, path, limit)
 
 
 def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class Job:
         batch = self.batch if tokens is None else with_length(self.batch, tokens)
         module = copy.deepcopy(self.module)  # it gets fake weights, and FSDP's hooks
         module.trainer = self.module.trainer
+        module.trainer.strategy.connect(module)
 
         def step() -> Tensor:
             fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
@@ -104,12 +105,6 @@ def make_job(
         datamodule.setup("fit")
     _configure(module, settings.dtype)
     batch = first_batch(module, datamodule)
-    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
-    if positions is not None and bool((positions.diff() != 1).any()):
-        warn(
-            "position_ids of packed documents: for the attention 'sdpa' transformers makes a mask of seq_len x seq_len"
-            " bytes for each sequence, which a plan leaves out."
-        )
     batch = apply_to_collection(batch, Tensor, lambda t: torch.empty_like(t, device="meta"))
     return Job(module, batch, settings)
 

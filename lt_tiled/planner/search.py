@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import ceil
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from lt_tiled._log import warn
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
-from lt_tiled.loss.logits import HeadPatch
 from lt_tiled.loss.transformers import find_losses
 from lt_tiled.memory import gib
-from lt_tiled.modules.patch import turned_off
 from lt_tiled.planner.job import Job
 from lt_tiled.planner.simulate import STATE, Settings, Simulation
 from lt_tiled.planner.speed import Machine, Speed, parse_machine, predict
-from lt_tiled.policies import ActivationCheckpointing, Keep, LossShards, SequenceParallel, Tiling
-from lt_tiled.report import TiledModule, advise_on_sums
+from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
+from lt_tiled.report import advise_on_sums
 from lt_tiled.sequence_parallel.groups import sizes_of
-from lt_tiled.tiling.cut import MIN_TILE_TOKENS
 from lt_tiled.training_step.step import nothing, shape_of
 
 LIMIT = 2**27
@@ -94,7 +88,6 @@ class Plan:
             moved_to = f"{gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk"
             lines.append(f"Offloaded: {moved_to} per step.")
         machine = parse_machine(gpu)
-        lines += _describe_experts(run.tiled, machine)
         lines += [f"Note: {line}." for line in advise_on_sums(run.tiled, memory)]
         if self.tokens:
             speed, rate = self.speed(machine), self.tokens_per_second(machine)
@@ -107,23 +100,6 @@ class Plan:
         elif memory is not None:
             lines.append(f"It takes {gib(self.peak - memory)} more than {gib(memory)}.")
         return Group(table, Text("\n".join(lines)))
-
-
-def _describe_experts(tiled: Sequence[TiledModule], machine: Machine) -> list[str]:
-    """Return a line for each kind of mixture of experts: its tiles, and what their gradient sums take."""
-    alike = Counter((row.kind, row.tokens, row.tiles, row.sums) for row in tiled if row.sums)
-    lines = []
-    for (kind, tokens, tiles, sums), count in alike.items():
-        if tiles < 2:
-            lines.append(f"Experts: {count} x {kind} run untiled.")
-            continue
-        moved = 2 * tiles * sums  # read and written
-        milliseconds = moved / machine.memory / 1e6
-        lines.append(
-            f"Experts: {count} x {kind} in {tiles} tiles of {ceil(tokens / tiles)} tokens. In each backward pass a"
-            f" layer moves {gib(moved)} of gradient sums, {milliseconds:.3g} ms at {machine.memory:.0f} GB/s."
-        )
-    return lines
 
 
 def describe(settings: Settings) -> str:
@@ -147,27 +123,19 @@ def describe(settings: Settings) -> str:
     return ", ".join(parts)
 
 
-def plan(job: Job, tokens: int | None = None, settings: Settings | None = None, full_logits: bool = False) -> Plan:
+def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) -> Plan:
     """Return the plan of a job, also for another sequence length and other settings.
 
     Args:
         job: What is trained.
         tokens: The sequence length; by default that of the batch.
         settings: By default those of the job.
-        full_logits: Do not tile the loss of a module that tiles it itself, such as ``CausalLM``.
 
     Raises:
         SimulationError: If an operation needs values.
     """
     settings, length = settings or job.settings, tokens or job.tokens
-    for module in job.module.modules():
-        most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-        if isinstance(most, int) and length > most:
-            name = type(module).__name__
-            warn(f"{name} has {most} positions, fewer than the {length} tokens of a plan.", once=f"positions {most}")
-            break
-    with turned_off(job.module, HeadPatch) if full_logits else nullcontext():
-        return Plan(job.name, length, settings, job.simulate(tokens, settings), shape_of(job.batch)[0])
+    return Plan(job.name, length, settings, job.simulate(tokens, settings), shape_of(job.batch)[0])
 
 
 def longest(
@@ -234,48 +202,26 @@ def cheapest(
 ) -> Plan:
     """Return the plan of :func:`ladder` with the shortest predicted step, of those that fit into ``memory`` bytes.
 
-    Of equally fast plans it is the first. It uses the fewest tiles that fit. Ranks share a sequence, the fewest
-    possible, if it does not fit otherwise. Blocks keep attention's output, or attention where ranks share a sequence,
-    if that fits and is faster.
+    Of equally fast plans it is the first. Ranks share a sequence, the fewest possible, if it does not fit otherwise.
 
     Raises:
         DoesNotFitError: If no settings fit.
     """
-    rungs, tried = [*ladder(job).values()], list[Plan]()
-
-    def planned(settings: Settings) -> Plan:
-        if (known := next((found for found in tried if found.settings == settings), None)) is None:
-            tell(describe(settings))
-            tried.append(known := plan(job, tokens, settings))
-        return known
-
-    def seconds(found: Plan) -> float:
-        return found.speed(machine or parse_machine(GPU)).seconds
-
+    tried = list[Plan]()
     for size in sizes_of(job.settings.engine.ranks):
         shared = SequenceParallel(size) if size > 1 else None
-        finest = max(1, tokens // size // MIN_TILE_TOKENS)
-        sized = [_with_shards(replace(settings, sequence_parallel=shared), finest) for settings in rungs]
-        if shared is not None:
+        fitting = list[Plan]()
+        for settings in ladder(job):
+            settings = replace(settings, sequence_parallel=shared)
+            tell(describe(settings))
             try:
-                if planned(sized[-1]).peak > memory:
-                    continue
+                tried.append(plan(job, tokens, settings))
             except ValueError:  # so many ranks cannot share a sequence of this model
                 break
-        if fitting := [found for settings in sized if (found := planned(settings)).peak <= memory]:
-            fastest = min(fitting, key=seconds)
-            shards = 2
-            while shards < finest and fastest.settings.tiling is not None:
-                fewer = planned(_with_shards(fastest.settings, shards))
-                if fewer.peak <= memory:
-                    fastest = fewer
-                    break
-                shards *= 2
-            if (policy := fastest.settings.activation_checkpointing) is None:
-                return fastest
-            keeps: list[Keep] = ["attention_output"] if shared is None else ["attention_output", "attention"]
-            kept = [planned(replace(fastest.settings, activation_checkpointing=replace(policy, keep=k))) for k in keeps]
-            return min([fastest, *[found for found in kept if found.peak <= memory]], key=seconds)
+            if tried[-1].peak <= memory:
+                fitting.append(tried[-1])
+        if fitting:
+            return min(fitting, key=lambda found: found.speed(machine or parse_machine(GPU)).seconds)
     least = min(tried, key=lambda found: found.peak)
     raise DoesNotFitError(
         f"{tokens} tokens do not fit into {gib(memory)} with any settings: the least is {gib(least.peak)}, with"
@@ -283,25 +229,18 @@ def cheapest(
     )
 
 
-def ladder(job: Job) -> dict[str, Settings]:
-    """Return settings by name, from the fastest to the slowest; each adds something to the one before it."""
+def ladder(job: Job) -> list[Settings]:
+    """Return settings in the order of what they cost where all else is equal."""
     loss: LossShards | None = None
     with suppress(NothingFoundError):
         loss = "auto" if find_losses(job.module) else None
-    plain = replace(job.settings, tiling=None, activation_checkpointing=None, loss=None, sequence_parallel=None)
-    tiled = replace(plain, loss=loss, tiling=Tiling())
-    return {
-        "without lt_tiled": plain,
-        **({} if loss is None else {"tiled loss": replace(plain, loss=loss)}),
-        "+ activation checkpointing": replace(plain, loss=loss, activation_checkpointing=ActivationCheckpointing()),
-        "+ tiled MLP": replace(tiled, activation_checkpointing=ActivationCheckpointing()),
-        "+ offload to CPU memory": replace(tiled, activation_checkpointing=ActivationCheckpointing(offload="cpu")),
-        "+ offload to disk": replace(tiled, activation_checkpointing=ActivationCheckpointing(offload="disk")),
-    }
-
-
-def _with_shards(settings: Settings, num_shards: int) -> Settings:
-    """Return settings with another number of tiles, or the same ones if they tile no modules."""
-    if settings.tiling is None:
-        return settings
-    return replace(settings, tiling=replace(settings.tiling, num_shards=num_shards))
+    plain = replace(job.settings, tiling=None, activation_checkpointing=None, loss=None)
+    rungs = [plain] if loss is None else [plain, replace(plain, loss=loss)]
+    for tiling in (None, Tiling()):
+        for keep in ("attention_output", None):
+            policy = ActivationCheckpointing(keep=keep)
+            rungs.append(replace(plain, loss=loss, tiling=tiling, activation_checkpointing=policy))
+    for offload in ("cpu", "disk"):
+        policy = ActivationCheckpointing(offload=offload)
+        rungs.append(replace(plain, loss=loss, tiling=Tiling(), activation_checkpointing=policy))
+    return rungs
