@@ -6,10 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
 from lt_tiled.loss.transformers import find_losses
 from lt_tiled.memory import gib
@@ -66,30 +62,24 @@ class Plan:
         step = self.tokens * self.sequences * self.settings.accumulate * engine.ranks / self.settings.sharing
         return step / speed.seconds if speed.seconds else 0.0
 
-    def render(self, memory: int | None = None, gpu: str = GPU) -> Group:
-        """Return a table and text for the terminal; with the ``memory`` of a device in bytes, also whether it fits."""
-        tokens, sharing = f", {self.tokens} tokens" if self.tokens else "", self.settings.sharing
-        shared = f", shared by {sharing} ranks" if sharing > 1 else ""
-        table = Table(title=self.name + tokens + shared, title_justify="left")
-        table.add_column("memory of", no_wrap=True)
-        for title in ("at the peak", "share"):
-            table.add_column(title, justify="right", no_wrap=True)
-        for part, nbytes in self.parts.items():
-            table.add_row(part, gib(nbytes), f"{nbytes / self.peak:.0%}")
-        table.add_section()
-        table.add_row("predicted peak of a rank", gib(self.peak), "100%")
-        run = self.simulation
-        lines = [
-            f"Settings: {describe(self.settings)}.",
-            f"The peak occurs in the {self.phase} phase.",
-            f"FLOPs: {run.flops / 1e12:.3g} TFLOP per step, {run.forward_flops / 1e12:.3g} TFLOP in the forward pass.",
-        ]
+    def render(self, memory: int | None = None, gpu: str = GPU) -> str:
+        """Return text for the terminal; with the ``memory`` of a device in bytes, also whether it fits."""
+        run, sharing = self.simulation, self.settings.sharing
+        lines = [self.name + (f", {self.tokens} tokens" if self.tokens else "")]
+        if sharing > 1:
+            lines[0] += f", shared by {sharing} ranks"
+        for part, nbytes in {**self.parts, "predicted peak of a rank": self.peak}.items():
+            lines.append(f"  {part:24} {gib(nbytes):>12} {nbytes / self.peak:5.0%}")
+        lines.append(f"Settings: {describe(self.settings)}.")
+        lines.append(f"The peak occurs in the {self.phase} phase.")
+        flops = f"{run.flops / 1e12:.3g} TFLOP per step, {run.forward.flops / 1e12:.3g} TFLOP in the forward pass"
+        lines.append(f"FLOPs: {flops}.")
         if (moved := run.offloaded) is not None and moved.cpu_bytes + moved.disk_bytes:
             moved_to = f"{gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk"
             lines.append(f"Offloaded: {moved_to} per step.")
-        machine = parse_machine(gpu)
         lines += [f"Note: {line}." for line in advise_on_sums(run.tiled, memory)]
         if self.tokens:
+            machine = parse_machine(gpu)
             speed, rate = self.speed(machine), self.tokens_per_second(machine)
             lines.append(
                 f"Speed on {gpu}: {rate:,.0f} tokens per second on {self.settings.engine.ranks} of them,"
@@ -99,7 +89,7 @@ class Plan:
             lines.append(f"It fits into {gib(memory)}, with {gib(memory - self.peak)} to spare.")
         elif memory is not None:
             lines.append(f"It takes {gib(self.peak - memory)} more than {gib(memory)}.")
-        return Group(table, Text("\n".join(lines)))
+        return "\n".join(lines)
 
 
 def describe(settings: Settings) -> str:
@@ -164,37 +154,30 @@ def longest(
         tell(f"{tokens} tokens")
         return plan(job, tokens, settings)
 
-    low, high = planned(max((tokens or job.tokens) // granule * granule, granule)), None
-    if low.peak > memory:
-        low, high = planned(granule), low
+    found, high, tries = planned(max((tokens or job.tokens) // granule * granule, granule)), None, 0
+    if found.peak > memory:
+        found, high = planned(granule), found
+    low = found
     if low.peak > memory:
         raise DoesNotFitError(
             f"{granule} tokens already take {gib(low.peak)}, more than {gib(memory)}: use more memory or devices."
         )
-    while low.tokens < LIMIT and (high is None or high.tokens - low.tokens > max(granule, int(CLOSE * low.tokens))):
-        if high is None:
-            left = (memory - low.peak) / per_token if (per_token := _per_token(low)) else 7 * low.tokens
-            guess = min(low.tokens + max(left, low.tokens), 64 * low.tokens, LIMIT)
+    close = max(granule, int(CLOSE * low.tokens))
+    while low.tokens < LIMIT and (high is None or high.tokens - low.tokens > close):
+        # What grows with the tokens grows on from the latest plan. If it does not grow that way, halve the interval.
+        growing = sum(nbytes for part, nbytes in found.parts.items() if part not in STATE) / found.tokens
+        guess = found.tokens + (memory - found.peak) / max(growing, 1e-9)
+        if high is not None:
+            guess = (low.tokens + high.tokens) / 2 if tries % 3 == 2 else min(guess, high.tokens - close)
+        guess = min(max(guess, low.tokens + close), 64 * low.tokens, LIMIT)
+        found = planned(max(low.tokens + granule, int(guess) // granule * granule))
+        if found.peak <= memory:
+            low = found
         else:
-            # Weights bound the peak of short sequences, and memory grows linearly behind that: the line between both
-            # ends meets the limit too early, and the line of the activations of the upper end too late.
-            slope = (high.peak - low.peak) / (high.tokens - low.tokens)
-            least, per_token = low.tokens + (memory - low.peak) / slope, _per_token(high)
-            most = high.tokens - (high.peak - memory) / per_token if per_token else 0.0
-            if most < (1 - CLOSE / 2) * least:  # it grows faster, as scores of attention with dropout do
-                guess = (low.tokens + high.tokens) / 2
-            elif most - low.tokens <= CLOSE * low.tokens:
-                break
-            else:
-                guess = min(least if most - least <= CLOSE * least else most, high.tokens - granule)
-        tried = planned(max(low.tokens + granule, int(guess) // granule * granule))
-        low, high = (tried, high) if tried.peak <= memory else (low, tried)
+            high = found
+        tries += 1
+        close = max(granule, int(CLOSE * low.tokens))
     return low
-
-
-def _per_token(found: Plan) -> float:
-    """Return the bytes at the peak that grow with the sequence length, for each token."""
-    return sum(nbytes for part, nbytes in found.parts.items() if part not in STATE) / found.tokens
 
 
 def cheapest(

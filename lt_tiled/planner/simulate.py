@@ -86,11 +86,6 @@ class Simulation:
     """The tiled modules, apart from norms."""
 
     @property
-    def forward_flops(self) -> int:
-        """The FLOPs of the forward pass."""
-        return self.forward.flops
-
-    @property
     def flops(self) -> int:
         """The FLOPs of the forward pass, the backward pass and the recompute."""
         return self.forward.flops + self.backward.flops

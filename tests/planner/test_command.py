@@ -34,8 +34,8 @@ def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     )
     for expected in (
         "LlamaForCausalLM, 8192 tokens",
-        "│ weights │",
-        "│ attention │",
+        " weights ",
+        " attention ",
         "predicted peak of a rank",
         "ddp, num_shards=auto, activation checkpointing, block inputs offloaded to disk except the last 1",
         "The peak occurs in the ",

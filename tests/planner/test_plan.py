@@ -95,7 +95,7 @@ def test_two_tiles_stand_for_all(config: dict[str, Any], tokens: int, monkeypatc
 
     def figures() -> Any:
         run = plan(base, tokens).simulation
-        return run.parts_at(run.peak_at), run.peak, run.forward_flops, run.flops, len(run.allocations)
+        return run.parts_at(run.peak_at), run.peak, run.forward.flops, run.flops, len(run.allocations)
 
     *two, few = figures()
     monkeypatch.setattr(simulate, "first_two_tiles", lambda ledger: nullcontext())
