@@ -10,7 +10,6 @@ from typing import Any, Literal
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
-from rich.console import Console
 
 from lt_tiled._log import progress
 from lt_tiled._prepare import AppliesPolicies
@@ -57,42 +56,31 @@ def run_plan(
     check_count("seq", seq, None)
     check_count("devices", devices, None)
     limit = None if memory is None else parse_bytes(memory, "memory")
-    _check_find(find, limit, output, seq, trainer)
+    if find is not None and limit is None:
+        raise ValueError(f"find={find!r} needs the memory of a device: pass --memory, such as --memory 80GiB.")
+    if find is not None and any(isinstance(c, AppliesPolicies) for c in trainer.get("callbacks") or []):
+        raise ValueError(f"find={find!r} writes strategy settings, and callbacks have some: pass them to the strategy.")
     machine = parse_machine(gpu)
     if plot is not None:
         check_format(plot)
     job = make_job(model, datamodule, trainer, devices)
-    console = Console()
     with progress("Planning") as tell:
         if find is None or limit is None:
             found = plan(job, seq)
         elif find == "max-seq":
-            found = longest(job, limit, tell=tell)
+            found = longest(job, limit, tokens=seq, tell=tell)
         else:
             found = cheapest(job, limit, seq or job.tokens, tell, machine)
-    console.print(found.render(limit, gpu))
+    print(found.render(limit, gpu))
     if find is not None:
         text = yaml.safe_dump(settings_yaml(config, found, trainer.get("strategy")), sort_keys=False)
-        console.print(text, highlight=False)
+        print(text)
         if output is not None:
             Path(output).write_text(text)
-            console.print(f"Written to {output}: add it to fit's arguments as a second --config.")
+            print(f"Written to {output}: add it to fit's arguments as a second --config.")
     if plot is not None:
         draw_step(found.simulation, plot, limit)
-        console.print(f"Plot written to {plot}.")
-
-
-def _check_find(
-    find: str | None, limit: int | None, output: str | None, seq: int | None, trainer: Mapping[str, Any]
-) -> None:
-    if find is not None and limit is None:
-        raise ValueError(f"find={find!r} needs the memory of a device: pass --memory, such as --memory 80GiB.")
-    if output is not None and find is None:
-        raise ValueError(f"output={output!r} is for what find finds: pass --find, too.")
-    if find == "max-seq" and seq is not None:
-        raise ValueError(f"find='max-seq' finds the sequence length, and seq={seq} sets it: leave one of them out.")
-    if find is not None and any(isinstance(c, AppliesPolicies) for c in trainer.get("callbacks") or []):
-        raise ValueError(f"find={find!r} writes strategy settings, and callbacks have some: pass them to the strategy.")
+        print(f"Plot written to {plot}.")
 
 
 def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict[str, Any]:

@@ -133,8 +133,8 @@ class FSDP(EngineMemory):
         policy = MixedPrecisionPolicy(param_dtype=engine.mixed)
         for unit in (*[block for _, block in find_blocks(model)], model):
             sharded: Any = fully_shard(unit, mesh=mesh, mp_policy=policy)
-            sharded.set_custom_all_gather(_AllGather(ledger))
-            sharded.set_custom_reduce_scatter(_ReduceScatter(ledger))
+            sharded.set_custom_all_gather(_Collective(ledger, "gathered"))
+            sharded.set_custom_reduce_scatter(_Collective(ledger, "communication"))
             sharded.register_forward_pre_hook(self._name_gathered)
         register_fsdp_forward_method(model, "training_step")
         ledger.name([*model.parameters()], "weights")
@@ -147,32 +147,22 @@ class FSDP(EngineMemory):
 
 
 @dataclass
-class _AllGather:
-    """Allocates what FSDP all-gathers into, and communicates nothing."""
+class _Collective:
+    """Allocates the buffers of FSDP's all-gather or reduce-scatter, and communicates nothing."""
 
     ledger: FakeLedger
+    part: str
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         buffer = torch.empty(*size, dtype=dtype, device=device)
-        self.ledger.name(buffer, "gathered")
-        return buffer
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None: ...
-
-
-@dataclass
-class _ReduceScatter(_AllGather):
-    """Allocates the gradients that FSDP reduces, and the shards of their sums."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffer = torch.empty(*size, dtype=dtype, device=device)
-        self.ledger.name(buffer, "communication")
+        self.ledger.name(buffer, self.part)
         return buffer
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
-        self.ledger.name(output_tensor, "gradients")
-        if self.ledger.gathers_in_place:
-            self.ledger.drop(input_tensor)
+        if self.part == "communication":
+            self.ledger.name(output_tensor, "gradients")
+            if self.ledger.gathers_in_place:
+                self.ledger.drop(input_tensor)
 
 
 class Zero(EngineMemory):

@@ -105,7 +105,6 @@ REFUSED = {
     "--gpu=v100": "gpu='v100' is not known: begin it with one of a100",
     "--memory=lots": "memory='lots' is not a number of bytes",
     "--seq=0": "seq=0 must be None or an integer of at least 1",
-    "--memory=1GiB --find=max-seq --seq=512": "leave one of them out",
     "--memory=1GiB --find=settings --trainer.callbacks+=lt_tiled.callbacks.TiledMLP": "pass them to the strategy",
 }
 
