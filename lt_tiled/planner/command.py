@@ -37,7 +37,7 @@ def run_plan(
 
     Args:
         config: The configuration as in YAML.
-        trainer: The arguments of the Trainer, with their objects.
+        trainer: The arguments of the Trainer.
         model: The module, on the meta device.
         datamodule: Its data, of which one batch is read.
         seq: The sequence length; by default that of the data.
@@ -80,7 +80,6 @@ def run_plan(
             print(f"Written to {output}: add it to fit's arguments as a second --config.")
     if plot is not None:
         draw_step(found.simulation, plot, limit)
-        print(f"Plot written to {plot}.")
 
 
 def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict[str, Any]:

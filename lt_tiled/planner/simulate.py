@@ -20,6 +20,7 @@ from lt_tiled.offload.stats import OffloadStats
 from lt_tiled.planner.engines import Engine, memory_of, mesh_of
 from lt_tiled.planner.fake import fake_group, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
+from lt_tiled.planner.where import FakeLedger
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.report import TiledModule
 from lt_tiled.tiling.call import EngineNeeds
@@ -120,7 +121,6 @@ def simulate(
     The model gets fake weights, and its engine. ``step`` runs the forward pass and returns the loss.
     """
     engine, phases = settings.engine, dict[str, int]()
-    on_device = not engine.offload_optimizer
     with quiet(), mesh_of(engine) as mesh, without_memory(model) as ledger, ExitStack() as stack:
         fake_weights(model, torch.float32 if engine.mixed else None)
         ledger.name([*model.parameters(), *model.buffers()], "weights")
@@ -129,12 +129,12 @@ def simulate(
         memory = stack.enter_context(memory_of(engine, model, ledger, mesh))
         prepared = stack.enter_context(_prepare(model, settings, ledger))
         optimizer = make_optimizer()
-        for group in optimizer.param_groups:
-            if settings.gpu and group.get("foreach", True) is None:
-                group["foreach"] = True
+        if settings.gpu:
+            for group in optimizer.param_groups:
+                if group.get("foreach", True) is None:
+                    group["foreach"] = True
         memory.replace_weights(optimizer)
-        ledger.begin("optimizer")
-        if on_device:
+        if not engine.offload_optimizer:
             _run_first_step(optimizer, ledger)
         memory.stepped()
         stack.enter_context(first_two_tiles(ledger))
@@ -161,22 +161,13 @@ def simulate(
         backward = ledger.work - forward
         if settings.clip:
             torch.nn.utils.clip_grad_norm_(stepped_on(optimizer), 1.0)
-        if on_device:
+        if not engine.offload_optimizer:
             optimizer.step()
         memory.stepped()
-        return Simulation(
-            peak=ledger.peak,
-            peak_at=ledger.peak_at,
-            phases=phases,
-            end=ledger.clock,
-            allocations=tuple([a for a in ledger.allocations if a.died is None or a.died > start]),
-            forward=forward,
-            backward=backward,
-            offloaded=None if prepared.offloader is None else prepared.offloader.so_far(),
-            weights=weights,
-            trained=trained,
-            tiled=prepared.report().tiled,
-        )
+        report = prepared.report()
+        moments = (ledger.peak, ledger.peak_at, phases, ledger.clock)
+        alive = tuple([a for a in ledger.allocations if a.died is None or a.died > start])
+        return Simulation(*moments, alive, forward, backward, report.offloaded, weights, trained, report.tiled)
 
 
 def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
@@ -223,8 +214,9 @@ def first_two_tiles(ledger: Ledger) -> Iterator[None]:
         tiles_to_run.reset(token)
 
 
-def _run_first_step(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+def _run_first_step(optimizer: torch.optim.Optimizer, ledger: FakeLedger) -> None:
     """Create the gradients and the optimizer state that a first step leaves."""
+    ledger.begin("optimizer")
     for weight in stepped_on(optimizer):
         if weight.requires_grad:
             weight.backward(torch.empty_like(weight))
