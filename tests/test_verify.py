@@ -243,7 +243,7 @@ def test_buffers() -> None:
 
 
 class Clipping(pl.LightningModule):
-    """Changes gradients in three hooks."""
+    """Changes gradients in a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,14 +252,8 @@ class Clipping(pl.LightningModule):
     def training_step(self, ids: Tensor, index: int) -> Tensor:
         return step(self.net, ids)
 
-    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        self.clip_gradients(optimizer, 1e-2, "norm")
-
     def on_after_backward(self) -> None:
         nn.utils.clip_grad_norm_(self.parameters(), 2e-2)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        nn.utils.clip_grad_norm_(self.parameters(), 3e-2)
 
 
 def test_hooks_on_gradients() -> None:

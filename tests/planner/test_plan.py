@@ -15,7 +15,6 @@ from transformers import BatchEncoding
 
 from lt_tiled import (
     ActivationCheckpointing,
-    TiledDDPStrategy,
     TiledDeepSpeedStrategy,
     TiledSingleDeviceStrategy,
     Tiling,
@@ -23,7 +22,6 @@ from lt_tiled import (
 from lt_tiled.errors import DoesNotFitError, SimulationError
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner import simulate
-from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import draw_step
 from lt_tiled.planner.search import Plan, cheapest, longest, plan
@@ -102,14 +100,6 @@ def test_two_tiles_stand_for_all(config: dict[str, Any], tokens: int, monkeypatc
     *every, many = figures()
     assert two == every
     assert few < many
-
-
-def test_offloaded_bytes() -> None:
-    """A tier gets exactly the bytes of the block inputs."""
-    found = plan(job(TiledSingleDeviceStrategy(activation_checkpointing=ActivationCheckpointing(offload="disk"))))
-    moved = found.simulation.offloaded
-    assert moved is not None
-    assert moved.disk_bytes == (PLANNED["num_hidden_layers"] - 1) * 2048 * LLAMA["hidden_size"] * 4
 
 
 LENGTHS: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -229,37 +219,6 @@ def test_precision(precision: str | None, weights: int, autocast: torch.dtype | 
     found = plan(base)
     assert base.settings.autocast == autocast
     assert found.parts["weights"] == pytest.approx(weights * numbers, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "name"),
-    [
-        ("auto", 1, "single"),
-        ("auto", 4, "ddp"),
-        (TiledDDPStrategy(), 2, "ddp"),
-        (pl.strategies.FSDPStrategy(), 2, "fsdp"),
-        (pl.strategies.ModelParallelStrategy(), 2, "fsdp2"),
-        (TiledDeepSpeedStrategy(stage=2), 2, "zero2"),
-        (TiledDeepSpeedStrategy(stage=3), 2, "zero3"),
-    ],
-)
-def test_engines_by_strategy(strategy: Any, ranks: int, name: str) -> None:
-    """The engine is that of the strategy, Lightning's own included."""
-    assert (engine_of(strategy, ranks).name, engine_of(strategy, ranks).ranks) == (name, ranks)
-
-
-def test_more_ranks_hold_less() -> None:
-    """Weights, gradients and optimizer state of a rank shrink with their number under ZeRO-3, and what is offloaded is
-    not there.
-    """
-    peaks = {}
-    for ranks in (1, 8):
-        base = job(TiledDeepSpeedStrategy(stage=3), devices=ranks, precision="bf16-true")
-        peaks[ranks] = plan(base).parts
-    assert peaks[1]["weights"] == pytest.approx(8 * peaks[8]["weights"], rel=0.05)
-    assert peaks[1]["optimizer"] == pytest.approx(8 * peaks[8]["optimizer"], rel=0.05)
-    away = plan(job(TiledDeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True))).parts
-    assert away.get("weights", 0) + away.get("optimizer", 0) < MIB / 16
 
 
 @pytest.mark.parametrize("stage", [2, 3])
