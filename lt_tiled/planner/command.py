@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
-from rich.console import Console
 
 from lt_tiled._log import progress
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled.planner.job import Job, make_job
+from lt_tiled.planner.job import make_job
 from lt_tiled.planner.picture import check_format, draw_step
 from lt_tiled.planner.search import GPU, Plan, cheapest, longest, plan
 from lt_tiled.planner.speed import parse_machine
-from lt_tiled.policies import ActivationCheckpointing, check_count, parse_bytes
+from lt_tiled.policies import check_count, parse_bytes
 
 
 def run_plan(
@@ -38,7 +37,7 @@ def run_plan(
 
     Args:
         config: The configuration as in YAML.
-        trainer: The arguments of the Trainer, with their objects.
+        trainer: The arguments of the Trainer.
         model: The module, on the meta device.
         datamodule: Its data, of which one batch is read.
         seq: The sequence length; by default that of the data.
@@ -47,7 +46,7 @@ def run_plan(
         find: ``max-seq`` finds the longest sequence that fits, ``settings`` the fastest settings with which the
             sequence length fits.
         output: With ``find``, a file for the result, for ``lt-tiled fit --config yours.yaml --config output.yaml``.
-        plot: A plot (``.png``, ``.svg``, ``.pdf``) of memory over the step, and with activation checkpointing alone.
+        plot: A plot (``.png``, ``.svg``, ``.pdf``) of memory over the step.
         gpu: The GPU of the predicted speed, by which ``settings`` ranks: ``a100``, ``h100``, ``h200`` or ``b200``, with
             other numbers behind it, as in ``h100,pcie=25,nvme=3,network=50`` (GB/s in one direction).
 
@@ -57,53 +56,30 @@ def run_plan(
     check_count("seq", seq, None)
     check_count("devices", devices, None)
     limit = None if memory is None else parse_bytes(memory, "memory")
-    _check_find(find, limit, output, seq, trainer)
+    if find is not None and limit is None:
+        raise ValueError(f"find={find!r} needs the memory of a device: pass --memory, such as --memory 80GiB.")
+    if find is not None and any(isinstance(c, AppliesPolicies) for c in trainer.get("callbacks") or []):
+        raise ValueError(f"find={find!r} writes strategy settings, and callbacks have some: pass them to the strategy.")
     machine = parse_machine(gpu)
     if plot is not None:
         check_format(plot)
     job = make_job(model, datamodule, trainer, devices)
-    console = Console()
     with progress("Planning") as tell:
         if find is None or limit is None:
             found = plan(job, seq)
         elif find == "max-seq":
-            found = longest(job, limit, tell=tell)
+            found = longest(job, limit, tokens=seq, tell=tell)
         else:
             found = cheapest(job, limit, seq or job.tokens, tell, machine)
-    console.print(found.render(limit, gpu))
+    print(found.render(limit, gpu))
     if find is not None:
         text = yaml.safe_dump(settings_yaml(config, found, trainer.get("strategy")), sort_keys=False)
-        console.print(text, highlight=False)
+        print(text)
         if output is not None:
             Path(output).write_text(text)
-            console.print(f"Written to {output}: add it to fit's arguments as a second --config.")
+            print(f"Written to {output}: add it to fit's arguments as a second --config.")
     if plot is not None:
-        _draw_step(job, found, plot, limit)
-        console.print(f"Plot written to {plot}.")
-
-
-def _check_find(
-    find: str | None, limit: int | None, output: str | None, seq: int | None, trainer: Mapping[str, Any]
-) -> None:
-    if find is not None and limit is None:
-        raise ValueError(f"find={find!r} needs the memory of a device: pass --memory, such as --memory 80GiB.")
-    if output is not None and find is None:
-        raise ValueError(f"output={output!r} is for what find finds: pass --find, too.")
-    if find == "max-seq" and seq is not None:
-        raise ValueError(f"find='max-seq' finds the sequence length, and seq={seq} sets it: leave one of them out.")
-    if find is not None and any(isinstance(c, AppliesPolicies) for c in trainer.get("callbacks") or []):
-        raise ValueError(f"find={find!r} writes strategy settings, and callbacks have some: pass them to the strategy.")
-
-
-def _draw_step(job: Job, found: Plan, path: str, limit: int | None) -> None:
-    """Plot the memory of a step with the settings of a plan, and with activation checkpointing alone."""
-    policy = found.settings.activation_checkpointing
-    plain = ActivationCheckpointing(targets=policy.targets) if policy else None
-    without = replace(found.settings, tiling=None, activation_checkpointing=plain, loss=None, sequence_parallel=None)
-    with progress(f"Drawing {path}"):
-        alone = plan(job, found.tokens, without, full_logits=True)
-    runs = {"activation checkpointing alone": alone.simulation, "with lt_tiled": found.simulation}
-    draw_step(runs, path, limit)
+        draw_step(found.simulation, plot, limit)
 
 
 def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict[str, Any]:

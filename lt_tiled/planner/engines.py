@@ -5,23 +5,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
+from lt_tiled.errors import SimulationError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.namespaces import is_a
-from lt_tiled.planner.ledger import Ledger
+from lt_tiled.planner.where import FakeLedger
 from lt_tiled.tiling.patch import whole_modules
-from lt_tiled.training_step.step import nothing, stepped_on
+from lt_tiled.training_step.step import stepped_on
 
-Release = Callable[[], None]
 EngineName = Literal["single", "ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3"]
 
 
@@ -34,7 +37,7 @@ class Engine:
         views: DDP's ``gradient_as_bucket_view``.
         offload_optimizer: Whether DeepSpeed keeps the optimizer state in CPU memory.
         offload_weights: Whether ZeRO-3 keeps the shards in CPU memory.
-        mixed: Whether FSDP all-gathers 16-bit weights from float32 shards.
+        mixed: The dtype in which FSDP all-gathers float32 shards, if it is another one.
         live: The elements that ZeRO-3 keeps gathered, by ``stage3_max_live_parameters`` or ``_reuse_distance``.
     """
 
@@ -44,7 +47,7 @@ class Engine:
     views: bool = False
     offload_optimizer: bool = False
     offload_weights: bool = False
-    mixed: bool = False
+    mixed: torch.dtype | None = None
     live: int = 0
 
     @property
@@ -92,142 +95,74 @@ def _deepspeed(zero: dict[str, Any], ranks: int) -> Engine:
 class EngineMemory(ExitStack):
     """Records what an engine allocates on one rank, until it is closed. This base class records DDP's gradient buckets.
 
-    If there are shards, the optimizer steps on them.
+    The model has fake weights, and no optimizer yet.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+    def __init__(self, engine: Engine, model: nn.Module, ledger: FakeLedger) -> None:
         super().__init__()
-        self.engine, self.model, self.optimizer, self.ledger = engine, model, optimizer, ledger
-        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.engine, self.model, self.ledger = engine, model, ledger
         if engine.name == "ddp" and not engine.views:
             ledger.hold(sum(p.nbytes for p in self.trained), "communication")
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The weights that get gradients."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def replace_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer step on what the engine steps on."""
+        self.optimizer = optimizer
 
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase."""
 
-    def stepped(self) -> None: ...
-
-
-@dataclass(eq=False)
-class Unit:
-    """An FSDP unit: weights that are all-gathered together."""
-
-    path: str
-    weights: list[nn.Parameter]
-    trained: list[nn.Parameter]
-    """The weights that get gradients."""
-    gathered: Release | None = None
+    def stepped(self) -> None:
+        """Free what the engine frees after a step."""
 
 
 class FSDP(EngineMemory):
-    """Allocates what FSDP allocates: shards, and full weights while their FSDP unit runs.
+    """Shards the model by torch's ``fully_shard`` on a process group that communicates nothing.
 
-    The order is that of torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py. ``FullyShardedDataParallel`` gathers
-    into the flat weights themselves and frees the reduced gradients at once; ``fully_shard`` needs a buffer for each.
+    FSDP2 does that. ``FullyShardedDataParallel`` gathers in the same order, but into the flat weights themselves, and
+    frees the reduced gradients at once: what else ``fully_shard`` allocates for these is not counted.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-        super().__init__(engine, model, optimizer, ledger)
-        self.flat = engine.name == "fsdp"
-        self.phase = "forward"
-        self.shards: dict[int, nn.Parameter] = {}
-        self.order: list[Unit] = []
-        """The units in the order of their forward passes, which the backward pass reverses."""
-        self.gather_buffer: Release = nothing
-        self.reduce_buffer: Release = nothing
-        for path, block in find_blocks(model):
-            unit = self._add_unit(path, block)
-            self.callback(block.register_forward_pre_hook(partial(self._before_forward, unit)).remove)
-            after = partial(self._after_forward, unit)
-            self.callback(block.register_forward_hook(after, always_call=True).remove)
-        self.root = self._add_unit("", model)  # it runs from the first phase to the second
-        for group in optimizer.param_groups:
-            group["params"] = [self.shards[id(p)] for p in group["params"]]
+    def __init__(self, engine: Engine, model: nn.Module, ledger: FakeLedger, mesh: DeviceMesh) -> None:
+        super().__init__(engine, model, ledger)
+        ledger.gathers_in_place = engine.name == "fsdp"
+        policy = MixedPrecisionPolicy(param_dtype=engine.mixed)
+        for unit in (*[block for _, block in find_blocks(model)], model):
+            sharded: Any = fully_shard(unit, mesh=mesh, mp_policy=policy)
+            sharded.set_custom_all_gather(_Collective(ledger, "gathered"))
+            sharded.set_custom_reduce_scatter(_Collective(ledger, "communication"))
+            sharded.register_forward_pre_hook(self._name_gathered)
+        register_fsdp_forward_method(model, "training_step")
+        ledger.name([*model.parameters()], "weights")
 
-    def _add_unit(self, path: str, module: nn.Module) -> Unit:
-        """Shard the weights of a module that are in no other FSDP unit."""
-        weights = [p for p in module.parameters() if id(p) not in self.shards]
-        unit = Unit(path, weights, [p for p in weights if p.requires_grad])
-        for weight in weights:
-            rows = weight.shape[0] if weight.dim() else 1
-            shape = (-(-rows // self.engine.ranks), *weight.shape[1:])
-            dtype = torch.float32 if self.engine.mixed else weight.dtype
-            shard = nn.Parameter(torch.empty(shape, dtype=dtype), weight.requires_grad)
-            self.shards[id(weight)] = shard
-            self.ledger.name(shard, "weights")
-            self.ledger.drop(weight)
-        for weight in unit.trained:
-            self.callback(weight.register_post_accumulate_grad_hook(partial(self._after_gradient, unit)).remove)
-        return unit
+    def _name_gathered(self, *_: Any) -> None:
+        """Name the weights that are gathered now. Their storages keep the name when FSDP fills them again."""
+        for weight in self.model.parameters():
+            if not isinstance(weight, DTensor):
+                self.ledger.name(weight, "gathered")
 
-    def begin(self, phase: str) -> None:
-        self.phase = phase
-        self.gather_buffer()
-        self.reduce_buffer()
-        if phase == "forward":
-            self._before_forward(self.root)
-        elif phase == "backward":
-            self._append(self.root)
-            self._begin_backward(self.root)
 
-    def _hold(self, unit: Unit) -> Release:
-        return self.ledger.hold(sum(p.nbytes for p in unit.weights), "gathered", unit.path)
+@dataclass
+class _Collective:
+    """Allocates the buffers of FSDP's all-gather or reduce-scatter, and communicates nothing."""
 
-    def _before_forward(self, unit: Unit, *_: Any) -> None:
-        if unit.gathered is not None:  # in a recompute
-            return
-        if not self.flat:
-            buffer = self._hold(unit)
-            self.gather_buffer()  # kept until the next one has been filled
-            self.gather_buffer = buffer
-        unit.gathered = self._hold(unit)
+    ledger: FakeLedger
+    part: str
 
-    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        if self.phase != "forward":  # after a recompute, the backward pass needs the weights
-            return
-        self._reshard(unit)
-        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        if outputs:
-            self._append(unit)
-        for t in outputs:
-            t.register_hook(partial(self._begin_backward, unit))
-        if outputs and not unit.trained:  # no gradient of a weight will tell when its backward pass ends
-            for t in tree_leaves(args):
-                if isinstance(t, Tensor) and t.requires_grad:
-                    t.register_hook(partial(self._reshard, unit))
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = torch.empty(*size, dtype=dtype, device=device)
+        self.ledger.name(buffer, self.part)
+        return buffer
 
-    def _append(self, unit: Unit) -> None:
-        self.order = [*(u for u in self.order if u is not unit), unit]
-
-    def _begin_backward(self, unit: Unit, *_: Any) -> None:
-        """Gather the weights of a unit, unless the one before did, and those of the unit that follows."""
-        if unit.gathered is None:
-            unit.gathered = self._hold(unit)
-        if not self.flat and unit is not self.root:
-            self._hold(unit)()  # the all-gather's buffer, from which the weights are copied
-        following = self.order[max(self.order.index(unit) - 1, 0)]
-        if following.gathered is None:
-            following.gathered = self._hold(following)
-
-    def _reshard(self, unit: Unit, *_: Any) -> None:
-        """Release the gathered weights."""
-        if unit.gathered is not None:
-            unit.gathered()
-            unit.gathered = None
-
-    def _after_gradient(self, unit: Unit, weight: Tensor) -> None:
-        """Reduce-scatter the gradients of an FSDP unit, once all have come."""
-        if any(p.grad is None for p in unit.trained):
-            return
-        self._reshard(unit)
-        self.reduce_buffer()
-        self.reduce_buffer = self.ledger.hold(sum(p.nbytes for p in unit.trained), "communication", unit.path)
-        nn.ParameterList(unit.trained).zero_grad(set_to_none=True)
-        for p in unit.trained:
-            shard = self.shards[id(p)]
-            shard.backward(torch.empty_like(shard))
-        if self.flat:
-            self.reduce_buffer()
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
+        if self.part == "communication":
+            self.ledger.name(output_tensor, "gradients")
+            if self.ledger.gathers_in_place:
+                self.ledger.drop(input_tensor)
 
 
 class Zero(EngineMemory):
@@ -237,13 +172,17 @@ class Zero(EngineMemory):
     ``live`` elements gathered, or the largest module whose weights are gathered together.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-        super().__init__(engine, model, optimizer, ledger)
+    def __init__(self, engine: Engine, model: nn.Module, ledger: FakeLedger) -> None:
+        super().__init__(engine, model, ledger)
         self.until_step = ExitStack()
         """Releases what exists from the backward pass to the optimizer's step."""
         self.bucket = engine.bucket * self.trained[0].itemsize if self.trained else 0
-        reduced_together = [[weight] for weight in self.trained] if engine.stage == 2 else []
-        if engine.stage == 3:
+
+    def replace_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        super().replace_weights(optimizer)
+        # Gradients leave the weights as soon as they are reduced, those of a ZeRO-3 module together.
+        reduced_together = [[weight] for weight in self.trained] if self.engine.stage == 2 else []
+        if self.engine.stage == 3:
             reduced_together = self._shard_weights()
         for weights in reduced_together:
             for weight in weights:
@@ -274,11 +213,11 @@ class Zero(EngineMemory):
         return [[p for p in module if p.requires_grad] for module in modules]
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
+        """Return the float32 copy of a rank's part of a weight."""
         master = nn.Parameter(torch.empty(-(-weight.numel() // self.engine.ranks)), weight.requires_grad)
+        self.ledger.name(master, "optimizer")
         if self.engine.offload_optimizer or not weight.requires_grad:
             self.ledger.drop(master)
-        else:
-            self.ledger.name(master, "optimizer")
         return master
 
     def begin(self, phase: str) -> None:
@@ -295,15 +234,29 @@ class Zero(EngineMemory):
 
     def _reduce(self, weights: list[nn.Parameter], weight: Tensor) -> None:
         """Move the gradients of weights to the bucket, once all have come."""
-        if any(p.grad is None for p in weights):
-            return
-        nn.ParameterList(weights).zero_grad(set_to_none=True)
-        if self.engine.stage == 2 and not self.engine.offload_optimizer:
-            self.until_step.callback(self.ledger.hold(self._part(weights), "gradients"))
+        if all(p.grad is not None for p in weights):
+            nn.ParameterList(weights).zero_grad(set_to_none=True)
+            if self.engine.stage == 2 and not self.engine.offload_optimizer:
+                self.until_step.callback(self.ledger.hold(self._part(weights), "gradients"))
 
 
-MEMORY: dict[EngineName, type[EngineMemory]] = {
-    **{"single": EngineMemory, "ddp": EngineMemory, "fsdp": FSDP, "fsdp2": FSDP},
-    **{"zero1": Zero, "zero2": Zero, "zero3": Zero},
-}
-"""What records the memory of each engine."""
+@contextmanager
+def mesh_of(engine: Engine) -> Iterator[DeviceMesh | None]:
+    """Make the device mesh of FSDP, on a process group that communicates nothing. Its tensors are real."""
+    if not engine.name.startswith("fsdp"):
+        yield None
+        return
+    if dist.is_initialized():
+        raise SimulationError("A plan of FSDP makes a process group, and there is one: plan in another process.")
+    dist.init_process_group("fake", rank=0, world_size=engine.ranks)
+    try:
+        yield init_device_mesh("cpu", (engine.ranks,))
+    finally:
+        dist.destroy_process_group()
+
+
+def memory_of(engine: Engine, model: nn.Module, ledger: FakeLedger, mesh: DeviceMesh | None) -> EngineMemory:
+    """Return what records the memory of an engine."""
+    if mesh is not None:
+        return FSDP(engine, model, ledger, mesh)
+    return Zero(engine, model, ledger) if engine.stage else EngineMemory(engine, model, ledger)

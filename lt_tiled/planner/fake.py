@@ -39,14 +39,18 @@ def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
         yield stack.enter_context(FakeLedger(model))
 
 
-def fake_weights(model: nn.Module) -> None:
-    """Replace all tensors of a model by fake ones on the CPU. Call it under :func:`without_memory`."""
+def fake_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Replace all tensors of a model by fake ones on the CPU. Call it under :func:`without_memory`.
+
+    ``dtype`` is the dtype of the weights, by default the one that they have.
+    """
     known: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
-            plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
             is_weight = isinstance(tensor, nn.Parameter)
+            chosen = dtype if is_weight and dtype is not None else tensor.dtype
+            plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=chosen, device="cpu")
             known[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if is_weight else plain
         return known[id(tensor)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,18 +61,21 @@ class Job:
             ValueError: If the batch has no sequences and ``tokens`` is given.
         """
         batch = self.batch if tokens is None else with_length(self.batch, tokens)
+        module = copy.deepcopy(self.module)  # it gets fake weights, and FSDP's hooks
+        module.trainer = self.module.trainer
+        module.trainer.strategy.connect(module)
 
         def step() -> Tensor:
             fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
-            return training_loss(self.module.training_step, self.module, fake)
+            return training_loss(module.training_step, module, fake)
 
-        return simulate(self.module, step, self._optimizer, settings or self.settings)
+        def make_optimizer() -> torch.optim.Optimizer:
+            found, _ = _init_optimizers_and_lr_schedulers(module)
+            if len(found) != 1:
+                raise SimulationError(f"{type(self.module).__name__} has {len(found)} optimizers: a plan needs one.")
+            return found[0]
 
-    def _optimizer(self) -> torch.optim.Optimizer:
-        found, _ = _init_optimizers_and_lr_schedulers(self.module)
-        if len(found) != 1:
-            raise SimulationError(f"{type(self.module).__name__} has {len(found)} optimizers: a plan needs one.")
-        return found[0]
+        return simulate(module, step, make_optimizer, settings or self.settings)
 
 
 def make_job(
@@ -101,12 +105,6 @@ def make_job(
         datamodule.setup("fit")
     _configure(module, settings.dtype)
     batch = first_batch(module, datamodule)
-    positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
-    if positions is not None and bool((positions.diff() != 1).any()):
-        warn(
-            "position_ids of packed documents: for the attention 'sdpa' transformers makes a mask of seq_len x seq_len"
-            " bytes for each sequence, which a plan leaves out."
-        )
     batch = apply_to_collection(batch, Tensor, lambda t: torch.empty_like(t, device="meta"))
     return Job(module, batch, settings)
 
@@ -134,8 +132,9 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
     shared = first("sequence_parallel")
     if shared is not None:
         check_size(shared.size, ranks)
-    engine = replace(engine, mixed=engine.name == "fsdp" and autocast is not None)
-    if autocast is not None and (engine.mixed or engine.name.startswith("zero")):  # these cast weights instead
+    if autocast is not None and (engine.name == "fsdp" or engine.stage):  # these cast weights instead
+        if engine.name == "fsdp":
+            engine = replace(engine, mixed=autocast)
         dtype, autocast = autocast, None
     return Settings(
         tiling=first("tiling"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from lt_tiled.offload.tensors import storage_key
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-"""Autograd asks each fake tensor for its device, which is most of what is dispatched: the modes below are left out."""
+"""Autograd asks each fake tensor for its device, which is most of what is dispatched: the ledger leaves it out."""
 
 
 @dataclass
@@ -29,17 +30,8 @@ class Allocation:
     nbytes: int
     part: str
     """What they are for: ``"weights"``, ``"attention"``, ..."""
-    place: str
-    """The module that was running."""
     born: int
     died: int | None = None
-
-
-class Place(NamedTuple):
-    """What is running: the part of the training, and the path of the module."""
-
-    part: str
-    path: str
 
 
 @dataclass(frozen=True)
@@ -70,14 +62,10 @@ class Ledger(TorchDispatchMode):
 
     FLOPs are counted by torch's formulas. ``FlopCounterMode`` counts the same, but the hooks by which it follows
     modules keep tensors alive.
-
-    Args:
-        only: Record storages of this device type only.
     """
 
-    def __init__(self, only: str | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.only = only
         self.now = self.peak = 0
         """Bytes."""
         self.work = Work()
@@ -87,6 +75,25 @@ class Ledger(TorchDispatchMode):
         self._sum: Any = (None, None, None)
         """The peak before autograd added two gradients, the first of them, and the sum. Without a dispatch mode it
         adds in place where nothing else refers to the first one, which is then released next."""
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Any:
+        # FSDP empties storages and fills them again, by no operation.
+        resize = torch.UntypedStorage.resize_
+
+        def book(storage: torch.UntypedStorage, size: int) -> Any:
+            if (allocation := self._live.get(storage._cdata)) is not None:
+                self._end(allocation)
+                self._live[storage._cdata] = self._add(size, allocation.part)
+            return resize(storage, size)
+
+        self._undo.callback(setattr, torch.UntypedStorage, "resize_", resize)
+        torch.UntypedStorage.resize_ = book  # type: ignore[assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._undo.close()
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
@@ -105,8 +112,7 @@ class Ledger(TorchDispatchMode):
         if func is aten.add.Tensor and new and _called_by_autograd():
             self._sum = before, self.find(args[0]), self.find(result)
         if func.namespace == "lt_tiled":  # a collective of sequence parallelism
-            for tensor in _plain_tensors((args, result)):
-                self.name(tensor, "communication")
+            self.name((args, result), "communication")
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -118,19 +124,19 @@ class Ledger(TorchDispatchMode):
         """The FLOPs so far."""
         return self.work.flops
 
-    def place(self) -> Place:
+    def part(self) -> str:
         """Return what is running."""
-        return Place("rest", "")
+        return "rest"
 
     def _track(self, tensor: Tensor) -> None:
         key, storage = storage_key(tensor), tensor.untyped_storage()
-        if key not in self._live and tensor.device.type != "meta" and self.only in (None, tensor.device.type):
-            self._live[key] = self._add(storage.nbytes(), *self.place())
+        if key not in self._live and tensor.device.type != "meta":
+            self._live[key] = self._add(storage.nbytes(), self.part())
             weakref.finalize(storage, self._forget, key).atexit = False
 
-    def _add(self, nbytes: int, part: str, path: str) -> Allocation:
+    def _add(self, nbytes: int, part: str) -> Allocation:
         self.clock += 1
-        allocation = Allocation(nbytes, part, path, self.clock)
+        allocation = Allocation(nbytes, part, self.clock)
         self.allocations.append(allocation)
         self.now += nbytes
         if self.now > self.peak:
@@ -151,18 +157,19 @@ class Ledger(TorchDispatchMode):
             if in_place:
                 total.born, (self.peak, self.peak_at) = self.clock, peak
 
-    def hold(self, nbytes: int, part: str, path: str = "") -> Callable[[], None]:
+    def hold(self, nbytes: int, part: str) -> Callable[[], None]:
         """Record bytes that no operation allocates, and return a function that releases them once."""
-        return partial(self._end, self._add(nbytes, part, path))
+        return partial(self._end, self._add(nbytes, part))
 
     def find(self, tensor: Tensor) -> Allocation | None:
         """Return the allocation of a tensor's storage."""
         return self._live.get(storage_key(tensor))
 
-    def name(self, tensor: Tensor, part: str) -> None:
-        """Set the part of a tensor's storage."""
-        if (allocation := self.find(tensor)) is not None:
-            allocation.part = part
+    def name(self, tensors: Any, part: str) -> None:
+        """Set the part of the storages of tensors."""
+        for tensor in _plain_tensors(tensors):
+            if (allocation := self.find(tensor)) is not None:
+                allocation.part = part
 
     def drop(self, tensor: Tensor) -> None:
         """Stop counting a tensor's storage, because what it simulates is not on the device."""

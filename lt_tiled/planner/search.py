@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import ceil
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
-from lt_tiled._log import warn
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
-from lt_tiled.loss.transformers import HeadPatch, find_losses
+from lt_tiled.loss.transformers import find_losses
 from lt_tiled.memory import gib
-from lt_tiled.modules.patch import turned_off
 from lt_tiled.planner.job import Job
 from lt_tiled.planner.simulate import STATE, Settings, Simulation
 from lt_tiled.planner.speed import Machine, Speed, parse_machine, predict
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
-from lt_tiled.report import TiledModule, advise_on_sums
+from lt_tiled.report import advise_on_sums
 from lt_tiled.sequence_parallel.groups import sizes_of
-from lt_tiled.tiling.cut import MIN_TILE_TOKENS
 from lt_tiled.training_step.step import nothing, shape_of
 
 LIMIT = 2**27
@@ -61,12 +52,6 @@ class Plan:
         """The phase of the step in which the peak occurs."""
         return next(p for p, start in reversed(self.simulation.phases.items()) if start <= self.simulation.peak_at)
 
-    @property
-    def place(self) -> str:
-        """The module at which the peak occurs."""
-        last = max((a for a in self.simulation.allocations if a.born <= self.simulation.peak_at), key=lambda a: a.born)
-        return last.place or "the step itself"
-
     def speed(self, machine: Machine) -> Speed:
         """Return the predicted speed of a step."""
         return predict(self.simulation, self.settings, machine)
@@ -77,31 +62,24 @@ class Plan:
         step = self.tokens * self.sequences * self.settings.accumulate * engine.ranks / self.settings.sharing
         return step / speed.seconds if speed.seconds else 0.0
 
-    def render(self, memory: int | None = None, gpu: str = GPU) -> Group:
-        """Return a table and text for the terminal; with the ``memory`` of a device in bytes, also whether it fits."""
-        tokens, sharing = f", {self.tokens} tokens" if self.tokens else "", self.settings.sharing
-        shared = f", shared by {sharing} ranks" if sharing > 1 else ""
-        table = Table(title=self.name + tokens + shared, title_justify="left")
-        table.add_column("memory of", no_wrap=True)
-        for title in ("at the peak", "share"):
-            table.add_column(title, justify="right", no_wrap=True)
-        for part, nbytes in self.parts.items():
-            table.add_row(part, gib(nbytes), f"{nbytes / self.peak:.0%}")
-        table.add_section()
-        table.add_row("predicted peak of a rank", gib(self.peak), "100%")
-        run = self.simulation
-        lines = [
-            f"Settings: {describe(self.settings)}.",
-            f"The peak occurs in the {self.phase} phase, at {self.place}.",
-            f"FLOPs: {run.flops / 1e12:.3g} TFLOP per step, {run.forward_flops / 1e12:.3g} TFLOP in the forward pass.",
-        ]
+    def render(self, memory: int | None = None, gpu: str = GPU) -> str:
+        """Return text for the terminal; with the ``memory`` of a device in bytes, also whether it fits."""
+        run, sharing = self.simulation, self.settings.sharing
+        lines = [self.name + (f", {self.tokens} tokens" if self.tokens else "")]
+        if sharing > 1:
+            lines[0] += f", shared by {sharing} ranks"
+        for part, nbytes in {**self.parts, "predicted peak of a rank": self.peak}.items():
+            lines.append(f"  {part:24} {gib(nbytes):>12} {nbytes / self.peak:5.0%}")
+        lines.append(f"Settings: {describe(self.settings)}.")
+        lines.append(f"The peak occurs in the {self.phase} phase.")
+        flops = f"{run.flops / 1e12:.3g} TFLOP per step, {run.forward.flops / 1e12:.3g} TFLOP in the forward pass"
+        lines.append(f"FLOPs: {flops}.")
         if (moved := run.offloaded) is not None and moved.cpu_bytes + moved.disk_bytes:
             moved_to = f"{gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk"
             lines.append(f"Offloaded: {moved_to} per step.")
-        machine = parse_machine(gpu)
-        lines += _describe_experts(run.tiled, machine)
         lines += [f"Note: {line}." for line in advise_on_sums(run.tiled, memory)]
         if self.tokens:
+            machine = parse_machine(gpu)
             speed, rate = self.speed(machine), self.tokens_per_second(machine)
             lines.append(
                 f"Speed on {gpu}: {rate:,.0f} tokens per second on {self.settings.engine.ranks} of them,"
@@ -111,24 +89,7 @@ class Plan:
             lines.append(f"It fits into {gib(memory)}, with {gib(memory - self.peak)} to spare.")
         elif memory is not None:
             lines.append(f"It takes {gib(self.peak - memory)} more than {gib(memory)}.")
-        return Group(table, Text("\n".join(lines)))
-
-
-def _describe_experts(tiled: Sequence[TiledModule], machine: Machine) -> list[str]:
-    """Return a line for each kind of mixture of experts: its tiles, and what their gradient sums take."""
-    alike = Counter((row.kind, row.tokens, row.tiles, row.sums) for row in tiled if row.sums)
-    lines = []
-    for (kind, tokens, tiles, sums), count in alike.items():
-        if tiles < 2:
-            lines.append(f"Experts: {count} x {kind} run untiled.")
-            continue
-        moved = 2 * tiles * sums  # read and written
-        milliseconds = moved / machine.memory / 1e6
-        lines.append(
-            f"Experts: {count} x {kind} in {tiles} tiles of {ceil(tokens / tiles)} tokens. In each backward pass a"
-            f" layer moves {gib(moved)} of gradient sums, {milliseconds:.3g} ms at {machine.memory:.0f} GB/s."
-        )
-    return lines
+        return "\n".join(lines)
 
 
 def describe(settings: Settings) -> str:
@@ -150,27 +111,19 @@ def describe(settings: Settings) -> str:
     return ", ".join(parts)
 
 
-def plan(job: Job, tokens: int | None = None, settings: Settings | None = None, full_logits: bool = False) -> Plan:
+def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) -> Plan:
     """Return the plan of a job, also for another sequence length and other settings.
 
     Args:
         job: What is trained.
         tokens: The sequence length; by default that of the batch.
         settings: By default those of the job.
-        full_logits: Do not tile the loss of a module that tiles it itself, such as ``CausalLM``.
 
     Raises:
         SimulationError: If an operation needs values.
     """
     settings, length = settings or job.settings, tokens or job.tokens
-    for module in job.module.modules():
-        most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-        if isinstance(most, int) and length > most:
-            name = type(module).__name__
-            warn(f"{name} has {most} positions, fewer than the {length} tokens of a plan.", once=f"positions {most}")
-            break
-    with turned_off(job.module, HeadPatch) if full_logits else nullcontext():
-        return Plan(job.name, length, settings, job.simulate(tokens, settings), shape_of(job.batch)[0])
+    return Plan(job.name, length, settings, job.simulate(tokens, settings), shape_of(job.batch)[0])
 
 
 def longest(
@@ -199,37 +152,30 @@ def longest(
         tell(f"{tokens} tokens")
         return plan(job, tokens, settings)
 
-    low, high = planned(max((tokens or job.tokens) // granule * granule, granule)), None
-    if low.peak > memory:
-        low, high = planned(granule), low
+    found, high, tries = planned(max((tokens or job.tokens) // granule * granule, granule)), None, 0
+    if found.peak > memory:
+        found, high = planned(granule), found
+    low = found
     if low.peak > memory:
         raise DoesNotFitError(
             f"{granule} tokens already take {gib(low.peak)}, more than {gib(memory)}: use more memory or devices."
         )
-    while low.tokens < LIMIT and (high is None or high.tokens - low.tokens > max(granule, int(CLOSE * low.tokens))):
-        if high is None:
-            left = (memory - low.peak) / per_token if (per_token := _per_token(low)) else 7 * low.tokens
-            guess = min(low.tokens + max(left, low.tokens), 64 * low.tokens, LIMIT)
+    close = max(granule, int(CLOSE * low.tokens))
+    while low.tokens < LIMIT and (high is None or high.tokens - low.tokens > close):
+        # What grows with the tokens grows on from the latest plan. If it does not grow that way, halve the interval.
+        growing = sum(nbytes for part, nbytes in found.parts.items() if part not in STATE) / found.tokens
+        guess = found.tokens + (memory - found.peak) / max(growing, 1e-9)
+        if high is not None:
+            guess = (low.tokens + high.tokens) / 2 if tries % 3 == 2 else min(guess, high.tokens - close)
+        guess = min(max(guess, low.tokens + close), 64 * low.tokens, LIMIT)
+        found = planned(max(low.tokens + granule, int(guess) // granule * granule))
+        if found.peak <= memory:
+            low = found
         else:
-            # Weights bound the peak of short sequences, and memory grows linearly behind that: the line between both
-            # ends meets the limit too early, and the line of the activations of the upper end too late.
-            slope = (high.peak - low.peak) / (high.tokens - low.tokens)
-            least, per_token = low.tokens + (memory - low.peak) / slope, _per_token(high)
-            most = high.tokens - (high.peak - memory) / per_token if per_token else 0.0
-            if most < (1 - CLOSE / 2) * least:  # it grows faster, as scores of attention with dropout do
-                guess = (low.tokens + high.tokens) / 2
-            elif most - low.tokens <= CLOSE * low.tokens:
-                break
-            else:
-                guess = min(least if most - least <= CLOSE * least else most, high.tokens - granule)
-        tried = planned(max(low.tokens + granule, int(guess) // granule * granule))
-        low, high = (tried, high) if tried.peak <= memory else (low, tried)
+            high = found
+        tries += 1
+        close = max(granule, int(CLOSE * low.tokens))
     return low
-
-
-def _per_token(found: Plan) -> float:
-    """Return the bytes at the peak that grow with the sequence length, for each token."""
-    return sum(nbytes for part, nbytes in found.parts.items() if part not in STATE) / found.tokens
 
 
 def cheapest(
@@ -237,47 +183,26 @@ def cheapest(
 ) -> Plan:
     """Return the plan of :func:`ladder` with the shortest predicted step, of those that fit into ``memory`` bytes.
 
-    Of equally fast plans it is the first. It uses the fewest tiles that fit. Ranks share a sequence, the fewest
-    possible, if it does not fit otherwise. Blocks keep attention if that fits and is faster.
+    Of equally fast plans it is the first. Ranks share a sequence, the fewest possible, if it does not fit otherwise.
 
     Raises:
         DoesNotFitError: If no settings fit.
     """
-    rungs, tried = [*ladder(job).values()], list[Plan]()
-
-    def planned(settings: Settings) -> Plan:
-        if (known := next((found for found in tried if found.settings == settings), None)) is None:
-            tell(describe(settings))
-            tried.append(known := plan(job, tokens, settings))
-        return known
-
-    def seconds(found: Plan) -> float:
-        return found.speed(machine or parse_machine(GPU)).seconds
-
+    tried = list[Plan]()
     for size in sizes_of(job.settings.engine.ranks):
         shared = SequenceParallel(size) if size > 1 else None
-        finest = max(1, tokens // size // MIN_TILE_TOKENS)
-        sized = [_with_shards(replace(settings, sequence_parallel=shared), finest) for settings in rungs]
-        if shared is not None:
+        fitting = list[Plan]()
+        for settings in ladder(job):
+            settings = replace(settings, sequence_parallel=shared)
+            tell(describe(settings))
             try:
-                if planned(sized[-1]).peak > memory:
-                    continue
+                tried.append(plan(job, tokens, settings))
             except ValueError:  # so many ranks cannot share a sequence of this model
                 break
-        if fitting := [found for settings in sized if (found := planned(settings)).peak <= memory]:
-            fastest = min(fitting, key=seconds)
-            shards = 2
-            while shards < finest and fastest.settings.tiling is not None:
-                fewer = planned(_with_shards(fastest.settings, shards))
-                if fewer.peak <= memory:
-                    fastest = fewer
-                    break
-                shards *= 2
-            if (policy := fastest.settings.activation_checkpointing) is None:
-                return fastest
-            keeping = replace(policy, keep="attention")
-            kept = planned(replace(fastest.settings, activation_checkpointing=keeping))
-            return min([fastest, kept], key=seconds) if kept.peak <= memory else fastest
+            if tried[-1].peak <= memory:
+                fitting.append(tried[-1])
+        if fitting:
+            return min(fitting, key=lambda found: found.speed(machine or parse_machine(GPU)).seconds)
     least = min(tried, key=lambda found: found.peak)
     raise DoesNotFitError(
         f"{tokens} tokens do not fit into {gib(memory)} with any settings: the least is {gib(least.peak)}, with"
@@ -285,25 +210,18 @@ def cheapest(
     )
 
 
-def ladder(job: Job) -> dict[str, Settings]:
-    """Return settings by name, from the fastest to the slowest; each adds something to the one before it."""
+def ladder(job: Job) -> list[Settings]:
+    """Return settings in the order of what they cost where all else is equal."""
     loss: LossShards | None = None
     with suppress(NothingFoundError):
         loss = "auto" if find_losses(job.module) else None
-    plain = replace(job.settings, tiling=None, activation_checkpointing=None, loss=None, sequence_parallel=None)
-    tiled = replace(plain, loss=loss, tiling=Tiling())
-    return {
-        "without lt_tiled": plain,
-        **({} if loss is None else {"tiled loss": replace(plain, loss=loss)}),
-        "+ activation checkpointing": replace(plain, loss=loss, activation_checkpointing=ActivationCheckpointing()),
-        "+ tiled MLP": replace(tiled, activation_checkpointing=ActivationCheckpointing()),
-        "+ offload to CPU memory": replace(tiled, activation_checkpointing=ActivationCheckpointing(offload="cpu")),
-        "+ offload to disk": replace(tiled, activation_checkpointing=ActivationCheckpointing(offload="disk")),
-    }
-
-
-def _with_shards(settings: Settings, num_shards: int) -> Settings:
-    """Return settings with another number of tiles, or the same ones if they tile no modules."""
-    if settings.tiling is None:
-        return settings
-    return replace(settings, tiling=replace(settings.tiling, num_shards=num_shards))
+    plain = replace(job.settings, tiling=None, activation_checkpointing=None, loss=None)
+    rungs = [plain] if loss is None else [plain, replace(plain, loss=loss)]
+    for tiling in (None, Tiling()):
+        for keep in ("attention", None):
+            policy = ActivationCheckpointing(keep=keep)
+            rungs.append(replace(plain, loss=loss, tiling=tiling, activation_checkpointing=policy))
+    for offload in ("cpu", "disk"):
+        policy = ActivationCheckpointing(offload=offload)
+        rungs.append(replace(plain, loss=loss, tiling=Tiling(), activation_checkpointing=policy))
+    return rungs

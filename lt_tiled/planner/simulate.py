@@ -17,14 +17,15 @@ from torch.utils._pytree import tree_leaves
 from lt_tiled._log import quiet
 from lt_tiled._prepare import Prepared
 from lt_tiled.offload.offloader import OffloadStats
-from lt_tiled.planner.engines import MEMORY, Engine
+from lt_tiled.planner.engines import Engine, memory_of, mesh_of
 from lt_tiled.planner.fake import fake_group, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
+from lt_tiled.planner.where import FakeLedger
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.report import TiledModule
 from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.cut import tiles_to_run
-from lt_tiled.training_step.step import stepped_on, tensors_of
+from lt_tiled.training_step.step import stepped_on
 
 STATE = ("weights", "gradients", "optimizer", "gathered", "communication")
 """Parts of any sequence length, apart from what ranks that share a sequence exchange."""
@@ -86,11 +87,6 @@ class Simulation:
     """The tiled modules, apart from norms."""
 
     @property
-    def forward_flops(self) -> int:
-        """The FLOPs of the forward pass."""
-        return self.forward.flops
-
-    @property
     def flops(self) -> int:
         """The FLOPs of the forward pass, the backward pass and the recompute."""
         return self.forward.flops + self.backward.flops
@@ -122,19 +118,23 @@ def simulate(
 ) -> Simulation:
     """Simulate a step after the first, when optimizer state and the last step's gradients exist.
 
-    The model gets fake weights. ``step`` runs the forward pass and returns the loss.
+    The model gets fake weights, and its engine. ``step`` runs the forward pass and returns the loss.
     """
-    phases: dict[str, int] = {}
-    with quiet(), without_memory(model) as ledger, ExitStack() as stack:
+    engine, phases = settings.engine, dict[str, int]()
+    with quiet(), mesh_of(engine) as mesh, without_memory(model) as ledger, ExitStack() as stack:
+        fake_weights(model, torch.float32 if engine.mixed else None)
+        ledger.name([*model.parameters(), *model.buffers()], "weights")
+        weights = sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        memory = stack.enter_context(memory_of(engine, model, ledger, mesh))
         prepared = stack.enter_context(_prepare(model, settings, ledger))
         optimizer = make_optimizer()
-        for group in optimizer.param_groups:
-            if settings.gpu and group.get("foreach", True) is None:
-                group["foreach"] = True
-        memory = stack.enter_context(MEMORY[settings.engine.name](settings.engine, model, optimizer, ledger))
-        ledger.begin("optimizer")
-        on_device = not settings.engine.offload_optimizer
-        if on_device:
+        if settings.gpu:
+            for group in optimizer.param_groups:
+                if group.get("foreach", True) is None:
+                    group["foreach"] = True
+        memory.replace_weights(optimizer)
+        if not engine.offload_optimizer:
             _run_first_step(optimizer, ledger)
         memory.stepped()
         stack.enter_context(first_two_tiles(ledger))
@@ -144,6 +144,7 @@ def simulate(
             ledger.begin(phase)
             memory.begin(phase)
 
+        # All above happened before the step.
         ledger.restart_peak()
         start, ledger.work = ledger.clock, Work()
         begin("forward")
@@ -160,23 +161,17 @@ def simulate(
         backward = ledger.work - forward
         if settings.clip:
             torch.nn.utils.clip_grad_norm_(stepped_on(optimizer), 1.0)
-        if on_device:
+        if not engine.offload_optimizer:
             optimizer.step()
         memory.stepped()
-        offloaded = None if prepared.offloader is None else prepared.offloader.stats
-        alive = tuple(a for a in ledger.allocations if a.died is None or a.died > start)
-        weights = sum(p.numel() for p in model.parameters())
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        report = prepared.report()
         moments = (ledger.peak, ledger.peak_at, phases, ledger.clock)
-        tiled = prepared.report().tiled
-        return Simulation(*moments, alive, forward, backward, offloaded, weights, trained, tiled)
+        alive = tuple([a for a in ledger.allocations if a.died is None or a.died > start])
+        return Simulation(*moments, alive, forward, backward, report.offloaded, weights, trained, report.tiled)
 
 
 def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
-    """Give a model fake weights and apply the policies, without the self-checks, which need values."""
-    fake_weights(model)
-    for tensor in (*model.parameters(), *model.buffers()):
-        ledger.name(tensor, "weights")
+    """Apply the policies, without the self-checks, which need values."""
     tiling, shared, stage = settings.tiling, settings.sequence_parallel, settings.engine.stage
     return Prepared(
         model,
@@ -219,17 +214,16 @@ def first_two_tiles(ledger: Ledger) -> Iterator[None]:
         tiles_to_run.reset(token)
 
 
-def _run_first_step(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+def _run_first_step(optimizer: torch.optim.Optimizer, ledger: FakeLedger) -> None:
     """Create the gradients and the optimizer state that a first step leaves."""
+    ledger.begin("optimizer")
     for weight in stepped_on(optimizer):
         if weight.requires_grad:
             weight.backward(torch.empty_like(weight))
     optimizer.step()
     _name_gradients(optimizer, ledger)
-    for value in tensors_of([*optimizer.state.values()]):
-        ledger.name(value, "optimizer")
+    ledger.name([*optimizer.state.values()], "optimizer")
 
 
 def _name_gradients(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-    for gradient in tensors_of([weight.grad for weight in stepped_on(optimizer)]):
-        ledger.name(gradient, "gradients")
+    ledger.name([weight.grad for weight in stepped_on(optimizer)], "gradients")

@@ -1,13 +1,11 @@
 """The time of a simulated step on a named GPU, and what bounds it.
 
 NOTE [Predicted time]
-A GPU computes matrix products and attention at a share of its peak that was fitted to published steps, and copies at
-the nominal bandwidth of each link. Within a phase, copies to CPU memory, to disk and of weights and gradients overlap
-with the computation and with each other, so the phase takes as long as the slowest. Ranks that share a sequence wait
-for its exchange, so this adds to the computation. ``PRODUCTS``, ``ATTENTION`` and ``CPU_ADAM`` are fitted to the six
-rows of an ablation of Arctic Long Sequence Training (arXiv:2506.13996) on 8 x H100, and hold for other GPUs only as
-far as their kernels are as good. Its TFLOPS count attention without the causal mask and four forward passes of it; a
-causal kernel computes half, and 4.5 forward passes with its recompute, so that its share of the peak is smaller.
+A GPU computes matrix products and attention at a share of its peak, and copies at the nominal bandwidth of each link.
+Within a phase, copies overlap with the computation and with each other, so the phase takes as long as the slowest.
+Ranks that share a sequence wait for its exchange, so this adds to the computation. ``PRODUCTS``, ``ATTENTION`` and
+``CPU_ADAM`` are fitted to the six rows of an ablation of Arctic Long Sequence Training (arXiv:2506.13996) on 8 x H100.
+Its TFLOPS count attention without the causal mask, of which a causal kernel computes half.
 """
 
 from __future__ import annotations
@@ -79,80 +77,56 @@ def parse_machine(text: str) -> Machine:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """The seconds that each resource needs in a phase."""
-
-    compute: float = 0.0
-    pcie: float = 0.0
-    nvme: float = 0.0
-    network: float = 0.0
-    """The exchange of sequences, which the computation waits for, and overlapped copies of weights and gradients."""
-    waits: float = 0.0
-    """The part of ``network`` that the computation waits for."""
-
-    @property
-    def seconds(self) -> float:
-        """The duration: copies overlap with the computation."""
-        return max(self.compute + self.waits, self.pcie, self.nvme, self.network)
-
-    @property
-    def bound(self) -> str:
-        """The resource that is needed longest."""
-        needed = {"compute": self.compute, "PCIe": self.pcie, "NVMe": self.nvme, "network": self.network}
-        return max(needed, key=lambda name: needed[name])
-
-
-@dataclass(frozen=True)
 class Speed:
-    """The predicted phases of a step."""
+    """The predicted seconds of the phases of a step, and what bounds the longest one."""
 
-    forward: Phase
-    backward: Phase
-    optimizer: Phase
+    forward: float
+    backward: float
+    optimizer: float
+    bound: str
     accumulate: int = 1
     """Forward and backward passes per step."""
 
     @property
     def seconds(self) -> float:
         """The duration of a step."""
-        return self.accumulate * (self.forward.seconds + self.backward.seconds) + self.optimizer.seconds
-
-    @property
-    def bound(self) -> str:
-        """What bounds the longest part of a step: a resource, or the optimizer's update."""
-        longest = max(self.forward, self.backward, key=lambda phase: phase.seconds)
-        return "the optimizer" if self.optimizer.seconds > self.accumulate * longest.seconds else longest.bound
+        return self.accumulate * (self.forward + self.backward) + self.optimizer
 
 
 def predict(run: Simulation, settings: Settings, machine: Machine) -> Speed:
     """Return the speed of a simulated step: see NOTE [Predicted time]."""
     engine, each = settings.engine, settings.dtype.itemsize
-    sharded = engine.name in ("fsdp", "fsdp2", "zero3")
     away = 1 - 1 / engine.ranks  # the share of a collective that leaves the rank
     weights, trained = run.weights * each, run.trained * each
-    gathered = weights * away if sharded else 0.0
+    gathered = weights * away if engine.name in ("fsdp", "fsdp2", "zero3") else 0.0
     reduced = trained * away * (2 if engine.name == "ddp" else 1)
+    disk = copied = 0
+    if run.offloaded is not None:
+        disk = run.offloaded.disk_bytes
+        copied = disk + run.offloaded.cpu_bytes
     loaded = weights / engine.ranks if engine.offload_weights else 0.0
-    moved = run.offloaded
-    disk = moved.disk_bytes if moved is not None else 0
-    copied = disk + (moved.cpu_bytes if moved is not None else 0)
 
-    def phase(work: Work, network: float) -> Phase:
+    def needs(work: Work, network: float) -> dict[str, float]:
+        """Return the seconds for which a pass needs each resource."""
         waits = work.exchanged * (1 - 1 / settings.sharing) / machine.network / 1e9
-        return Phase(
-            compute=(work.products / PRODUCTS + work.attention / ATTENTION) / machine.tflops / 1e12,
-            pcie=(copied + loaded) / machine.pcie / 1e9,
-            nvme=disk / machine.nvme / 1e9,
-            network=waits + network / machine.network / 1e9,
-            waits=waits,
-        )
+        return {
+            "compute": (work.products / PRODUCTS + work.attention / ATTENTION) / machine.tflops / 1e12 + waits,
+            "PCIe": (copied + loaded) / machine.pcie / 1e9,
+            "NVMe": disk / machine.nvme / 1e9,
+            "network": waits + network / machine.network / 1e9,
+        }
 
+    forward, backward = needs(run.forward, gathered), needs(run.backward, gathered + reduced)
     if engine.offload_optimizer:
-        step = Phase(compute=run.trained / engine.ranks / CPU_ADAM)
+        update = run.trained / engine.ranks / CPU_ADAM
     else:
         parts = run.parts_at(run.phases["optimizer"])
-        state = sum(parts.get(part, 0) for part in ("weights", "optimizer"))
-        step = Phase(compute=(2 * state + parts.get("gradients", 0)) / machine.memory / 1e9)  # read and written
-    if engine.name in ("zero1", "zero2"):
-        step = replace(step, network=trained * away / machine.network / 1e9)
-    return Speed(phase(run.forward, gathered), phase(run.backward, gathered + reduced), step, settings.accumulate)
+        state = parts.get("weights", 0) + parts.get("optimizer", 0)
+        update = (2 * state + parts.get("gradients", 0)) / machine.memory / 1e9  # read and written
+    if engine.name in ("zero1", "zero2"):  # these gather the updated weights
+        update = max(update, trained * away / machine.network / 1e9)
+    longest = max(forward, backward, key=lambda resources: max(resources.values()))
+    bound = max(longest, key=lambda name: longest[name])
+    if update > settings.accumulate * max(longest.values()):
+        bound = "the optimizer"
+    return Speed(max(forward.values()), max(backward.values()), update, bound, settings.accumulate)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled._log import warn
-from lt_tiled.modules.find import plain_name
 from lt_tiled.namespaces import is_a
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
 
@@ -142,24 +141,12 @@ class FabricDeepSpeed(_DeepSpeed, TiledFabricStrategy):
 # What other packages need to know of it
 
 
-def keeps_gradients(strategy: Any) -> bool:
-    """Whether the engine of a strategy has the gradients, and weights do not: see :func:`full_gradients`."""
-    return is_a(strategy, "DeepSpeedStrategy")
-
-
-def full_gradients(strategy: Any, module: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of DeepSpeed's engine, which it has until the optimizer steps."""
-    from deepspeed.utils import safe_get_full_grad
-
-    scale = getattr(strategy.deepspeed_engine.optimizer, "loss_scale", 1.0)
-    weights = {plain_name(name): p for name, p in module.named_parameters() if p.requires_grad}
-    return {name: safe_get_full_grad(weight).cpu() / scale for name, weight in weights.items()}
-
-
 def step_with_own_optimizer(strategy: Any) -> None:
-    """Let the module's optimizer step, not one of the config, or one of DeepSpeed's."""
-    config = {name: value for name, value in strategy.config.items() if name not in ("optimizer", "scheduler")}
-    strategy.config = config | {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+    """Let the module's optimizer step in place of the config's or DeepSpeed's, on gradients that are not clipped."""
+    if is_a(strategy, "DeepSpeedStrategy"):
+        config = {name: value for name, value in strategy.config.items() if name not in ("optimizer", "scheduler")}
+        config |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        strategy.config = config | {"gradient_clipping": 0.0}
 
 
 def gathered(weights: Iterable[Tensor], change: bool = False) -> Any:

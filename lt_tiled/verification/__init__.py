@@ -1,14 +1,14 @@
 """Compare one training step without and with lt_tiled: the same weights, data, randomness, precision and engine.
 
 NOTE [What is compared]
-An engine sets up a copy of the model once. A step runs with lt_tiled's patches turned off, and turned on, forced to
-several tiles. Before each forward pass buffers, attributes and random states are restored. The
-optimizer of the run changes no weight. It can put gradients in the place of weights: the full state dict, which every
-engine can gather, then has them under the names of the weights. DeepSpeed has a function for that. The same step of a
-plain copy in higher precision, without engine and patches, shows the rounding of both.
+A Trainer fits two copies of the module on the same engine: one with lt_tiled's patches turned off, and one with the
+patches turned on and forced to several tiles. Each copy runs one step, and both start from the
+same random states, so nothing has to be restored between the steps. The optimizer puts each gradient in the place of
+its weight. The full weights after the step are therefore the full gradients, on every engine, and one function reads
+both. The same step of a third copy in higher precision, without engine and patches, shows the rounding of both.
 """
 
 from lt_tiled.verification.comparison import run_verify, verify
-from lt_tiled.verification.result import Row, Step, Verification
+from lt_tiled.verification.result import Row, Verification
 
-__all__ = ["Row", "Step", "Verification", "run_verify", "verify"]
+__all__ = ["Row", "Verification", "run_verify", "verify"]

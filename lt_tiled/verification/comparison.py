@@ -3,53 +3,45 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.loss.transformers import HeadPatch
-from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import Patch, get_patch, get_patches, turned_off
+from lt_tiled.modules.find import plain_name, unwrapped
+from lt_tiled.modules.patch import Patch, get_patches, turned_off
 from lt_tiled.policies import check_count
 from lt_tiled.recompute.blocks import BlockPatch
 from lt_tiled.recompute.mode import random_state_kept
-from lt_tiled.report import show
+from lt_tiled.report import Report
 from lt_tiled.sequence_parallel.self_check import rounds_products
-from lt_tiled.strategies.deepspeed import keeps_gradients, step_with_own_optimizer
+from lt_tiled.strategies.deepspeed import step_with_own_optimizer
 from lt_tiled.tiling.call import LargestCall
-from lt_tiled.tiling.patch import TiledPatch, tiled_patches
-from lt_tiled.training_step.ranks import raising_on_all
-from lt_tiled.training_step.step import first_batch, shape_of, with_length
-from lt_tiled.verification.result import EVALUATION, LOSS, Verification, compare, listed, norm_of
-from lt_tiled.verification.steps import (
-    EngineSteps,
-    GradientReader,
-    Measured,
-    ModuleWithStep,
-    make_comparable,
-    name_of,
-    reference_values,
-)
+from lt_tiled.tiling.patch import TiledPatch
+from lt_tiled.training_step.step import first_batch, run_step, shape_of, training_loss, with_length
+from lt_tiled.verification.result import Measured, Verification, compare
+from lt_tiled.verification.steps import GradientsAsWeights, ModuleWithStep, full_weights, make_comparable
 
 _TILES = 5
 """Tiles where the settings leave their number open: five of a power of two have a shorter last one."""
-_OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "barebones", "fast_dev_run")
 _NO_STEPS: dict[str, Any] = {
-    **dict.fromkeys(_OFF, False),
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    **dict.fromkeys(("barebones", "fast_dev_run"), False),
     **dict.fromkeys(("max_steps", "limit_val_batches", "num_sanity_val_steps"), 0),
     **dict.fromkeys(("gradient_clip_val", "min_steps", "min_epochs", "max_time"), None),
-    "max_epochs": -1,
-    "accumulate_grad_batches": 1,
-    "overfit_batches": 0.0,
+    **{"max_epochs": -1, "accumulate_grad_batches": 1, "overfit_batches": 0.0},
 }
 """The arguments of a Trainer that sets up an engine and runs no step by itself."""
+_AUTOCAST = {"bf16-mixed": {torch.bfloat16}, "16-mixed": {torch.float16}}
+"""The dtypes of mixed precision."""
 
 
 def verify(
@@ -73,7 +65,7 @@ def verify(
             loss. By default that of ``training_step``, or of the output of the model.
         strategy: A strategy with its settings, as for a Trainer, which is also that of the same name for Fabric.
         reference: Whether to compute the step in float64 as well (float32 for 16-bit weights), on each device without
-            sharding. Without it, or if the step draws random numbers, errors are relative to the untiled step.
+            sharding. Without it errors are relative to the untiled step. Turn it off if the step draws random numbers.
         trainer: Other arguments of the Trainer, such as ``precision`` and ``devices``.
 
     Raises:
@@ -81,7 +73,8 @@ def verify(
     """
     module = model if isinstance(model, LightningModule) and step is None else ModuleWithStep(model, step)
     device = next((weight.device.type for weight in model.parameters()), "auto")
-    return _fit(module, Comparison(module, batch, None, reference), {"accelerator": device} | trainer, strategy)
+    arguments = {"accelerator": device, **trainer, "strategy": strategy}
+    return Comparison(module, batch, None, reference).run(arguments)
 
 
 def run_verify(
@@ -105,143 +98,152 @@ def run_verify(
     for holder in (datamodule, model):
         if getattr(holder, "seq_len", 0) > seq:
             holder.seq_len = seq  # type: ignore[union-attr]
-    arguments = dict(trainer)
-    comparison = Comparison(model, None, seq, reference)
-    result = _fit(model, comparison, arguments, arguments.pop("strategy", "auto"), datamodule)
-    if comparison.trainer.is_global_zero:
-        show(result.table(), result.verdict)
+    result = Comparison(model, None, seq, reference).run(trainer, datamodule)
+    rank_zero_only(print)(result)
     return result
 
 
-def _fit(
-    module: LightningModule, comparison: Comparison, trainer: Mapping[str, Any], strategy: Any, data: Any = None
-) -> Verification:
-    """Set up the engine for a copy of the module, let the comparison run its steps, and return the result."""
-    callbacks = trainer.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    kept = [callback for callback in callbacks if isinstance(callback, AppliesPolicies)]
-    run = Trainer(**{**trainer, **_NO_STEPS, "strategy": strategy, "callbacks": [*kept, comparison]})
-    if keeps_gradients(run.strategy):
-        step_with_own_optimizer(run.strategy)
-
-    def configure_optimizers() -> GradientReader:
-        assert run.model is not None
-        comparison.reader = GradientReader(run.model)
-        return comparison.reader
-
-    trained = copy.deepcopy(module)
-    trained.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
-    loader = None if comparison.batch is None else range(1)  # never read: all steps run when the fit starts
-    run.fit(trained, loader, datamodule=data)
-    if comparison.result is None:
-        raise ValueError(
-            "A strategy that spawns processes keeps its results: use one that starts scripts, or torchrun."
-        )
-    return comparison.result
-
-
 class Comparison(Callback):
-    """Runs the steps when a Trainer's ``fit`` has set up the engine for a copy of the module."""
+    """Measures a step of each copy of a module on the engine that ``fit`` set up: see NOTE [What is compared]."""
 
     trainer: Any
-    reader: GradientReader
-    """The optimizer of the run."""
-    result: Verification | None = None
+    optimizer: GradientsAsWeights
 
     def __init__(self, module: LightningModule, batch: Any, seq: int | None, reference: bool) -> None:
         self.module, self.batch, self.seq, self.reference = module, batch, seq, reference
+        self.name = type(unwrapped(module.model if isinstance(module, ModuleWithStep) else module)).__name__
+        self.weights: dict[str, Tensor] = {}
+        self.untiled: Measured | None = None
+        self.result: Verification | None = None
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self.trainer = trainer
-        _check_comparable(pl_module)
-        force_tiles(patches_of(pl_module))
-        make_comparable(pl_module)
-        with isolate_rng(), random_state_kept(trainer.strategy.root_device):
-            raising_on_all(lambda: self._compare(pl_module), trainer.strategy)
-
-    def _compare(self, trained: LightningModule) -> None:
-        """Run the steps without lt_tiled, with it, and in higher precision; compare them, and tell all ranks."""
+    def run(self, trainer: Mapping[str, Any], data: LightningDataModule | None = None) -> Verification:
+        """Fit two copies of the module on the engine of a Trainer, and return what differs."""
+        callbacks = trainer.get("callbacks") or []
+        if not isinstance(callbacks, list):
+            callbacks = [callbacks]
+        kept = [callback for callback in callbacks if isinstance(callback, AppliesPolicies)]
+        self.trainer = Trainer(**{**trainer, **_NO_STEPS, "callbacks": [*kept, self]})
         strategy = self.trainer.strategy
-        torch.manual_seed(1)  # as all other ranks, which shuffle the data alike
-        steps = EngineSteps(self.trainer, trained, self._read_batch(trained), self.reader)
-        weights = steps.weights() if self.reference else {}
-        with turned_off(trained):
-            untiled = steps.measure()
-        tiled = steps.measure()
-        steps.draws = strategy.reduce_boolean_decision(steps.draws, all=False)
-        reference: dict[str, Tensor] = {}
-        if self.reference and not steps.draws:  # other precisions draw other random numbers
-            reference = reference_values(self.module, steps, _reference_dtype(trained), weights)
-        steps.state.put_back()
-        self.result = strategy.broadcast(self._result(steps, untiled, tiled, reference))
+        step_with_own_optimizer(strategy)
 
-    def _read_batch(self, trained: LightningModule) -> Any:
+        def configure_optimizers() -> GradientsAsWeights:
+            self.optimizer = GradientsAsWeights(self.trainer.model)
+            return self.optimizer
+
+        loader = None if self.batch is None else range(1)  # never read: all steps run when the fit starts
+        for _ in ("untiled", "tiled"):
+            # Both start from the same random states, which are those of all ranks, because these shuffle alike.
+            with isolate_rng(), random_state_kept(strategy.root_device):
+                torch.manual_seed(1)
+                trained = copy.deepcopy(self.module)
+                trained.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
+                self.trainer.fit(trained, loader, datamodule=data)
+        if self.result is None:
+            raise ValueError("A strategy that spawns processes keeps its results: use one that starts scripts.")
+        return self.result
+
+    def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Run the step of the copy without lt_tiled, or of the one with it, and compare both."""
+        patches = [patch for part in pl_module.modules() for patch in get_patches(part, Patch)]
+        if not pl_module.automatic_optimization:
+            raise ValueError(f"{self.name} optimizes manually: use lt_tiled.verify(model, batch, step=...).")
+        if not patches:
+            raise ValueError(f"lt_tiled changes nothing in {self.name}: use one of its strategies or callbacks.")
+        make_comparable(pl_module)
+        if self.untiled is None:
+            self._read_batch(pl_module)
+            if self.reference:
+                self.weights = full_weights(trainer.model, pl_module)
+            with turned_off(pl_module):
+                self.untiled = self._run_step(pl_module)
+        else:
+            force_tiles(patches)
+            self._compare(self.untiled, self._run_step(pl_module), pl_module)
+
+    def _read_batch(self, trained: LightningModule) -> None:
+        """Move this rank's batch to its device."""
         strategy, batch = self.trainer.strategy, self.batch
         if batch is None:
             place = getattr(strategy, "distributed_sampler_kwargs", None) or {}
             batch = first_batch(trained, self.trainer.datamodule, place.get("rank", 0))
         if self.seq is not None and shape_of(batch)[1] > self.seq:
             batch = with_length(batch, self.seq)
-        return strategy.batch_to_device(batch)
+        self.batch = strategy.batch_to_device(batch)
 
-    def _result(
-        self, steps: EngineSteps, untiled: Measured, tiled: Measured, reference: dict[str, Tensor]
-    ) -> Verification:
-        base, trained = reference or untiled.values, steps.module
-        names = list(base)
-        for name, buffer in steps.buffers.items():
-            if _is_equal(buffer, untiled.values[name]) and _is_equal(buffer, tiled.values[name]):
-                names.remove(name)  # no step changes it
-        if base[EVALUATION].isnan():
-            names.remove(EVALUATION)
-        gradients = [name for name in names if name not in (LOSS, EVALUATION) and name not in steps.buffers]
-        if not norm_of(base, gradients):
-            raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
-        prefix = "model." if isinstance(self.module, ModuleWithStep) else ""
-        eps = _eps(self.trainer, trained)
-        rows = compare(untiled.values, tiled.values, reference, names, gradients, eps)
-        tiles = [(path.removeprefix(prefix), count) for path, count in tiles_of(trained)]
-        precision, strategy = self.trainer.precision, type(self.trainer.strategy).__name__
-        dtype = str(_reference_dtype(trained)).removeprefix("torch.")
-        return Verification(
-            title=f"{name_of(self.module)}, {shape_of(steps.batch)[1]} tokens, {precision}, {strategy}",
-            reference=f"a step in {dtype}" if reference else "the untiled step",
-            untiled=untiled.figures,
-            tiled=tiled.figures,
-            rows=tuple(replace(row, path=row.path.removeprefix(prefix)) for row in rows),
-            tiles=max((count for _, count in tiles), default=None),
-            not_tiled=listed([path for path, count in tiles if count < 2], [path for path, _ in tiles]),
-            draws=steps.draws,
+    def _run_step(self, trained: LightningModule) -> Measured:
+        """Run a step on the engine."""
+        strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
+        loss = torch.tensor(0.0)
+
+        def step() -> Tensor:
+            nonlocal loss
+            loss = run_step(strategy, trained, copy.deepcopy(self.batch), optimizer)  # steps may change their batch
+            return loss
+
+        # A gradient scaler leaves out steps until its scale fits.
+        for _ in range(40):
+            if not self.optimizer.stepped:
+                strategy.optimizer_step(optimizer, step)
+        if not self.optimizer.stepped:
+            raise ValueError(f"precision={self.trainer.precision} finds no finite gradients: try 32-true.")
+        gradients = full_weights(self.trainer.model, trained, trained=True)
+        buffers = dict[str, Tensor]()
+        for name, buffer in trained.named_buffers():
+            buffers[plain_name(name)] = buffer.detach().cpu().clone()
+        return Measured(float(self._mean(loss)), gradients, buffers)
+
+    def _run_reference(self, dtype: torch.dtype) -> Measured:
+        """Run the step of a plain copy of the module in higher precision."""
+        default = torch.get_default_dtype()
+        try:
+            plain = copy.deepcopy(self.module)
+            plain.trainer = self.trainer
+            plain.configure_model()
+            for name, weight in plain.named_parameters():
+                weight.data.copy_(self.weights[plain_name(name)])
+            make_comparable(plain.to(self.trainer.strategy.root_device, dtype))
+            batch = apply_to_collection(self.batch, Tensor, lambda t: t.to(dtype if t.is_floating_point() else t.dtype))
+            torch.set_default_dtype(dtype)
+            with turned_off(plain):
+                loss = training_loss(plain.training_step, plain, copy.deepcopy(batch))
+                plain.backward(loss)
+        except Exception as error:
+            raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
+        finally:
+            torch.set_default_dtype(default)
+        gradients = dict[str, Tensor]()
+        for name, weight in plain.named_parameters():
+            if weight.requires_grad:
+                gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad.to_dense()
+                gradients[plain_name(name)] = self._mean(gradient)
+        return Measured(float(self._mean(loss)), gradients, {})
+
+    def _mean(self, value: Tensor) -> Tensor:
+        """Return the mean over the ranks, on the CPU."""
+        mean: Tensor = self.trainer.strategy.reduce(value.detach().clone())
+        return mean.cpu()
+
+    def _compare(self, untiled: Measured, tiled: Measured, trained: LightningModule) -> None:
+        """Set the result of the first rank on all ranks."""
+        dtypes = {weight.dtype for weight in trained.parameters() if weight.dtype.is_floating_point}
+        higher = torch.float64 if dtypes & {torch.float32, torch.float64} else torch.float32
+        reference = self._run_reference(higher) if self.reference else None
+        # The precision of the run. Convolutions are in TF32 by default on a GPU.
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes | _AUTOCAST.get(str(self.trainer.precision), set()))
+        convolves = any(isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) for part in trained.modules())
+        on_gpu = self.trainer.strategy.root_device.type == "cuda"
+        if torch.float32 in dtypes and (rounds_products() or (convolves and on_gpu)):
+            eps = max(eps, 2.0**-10)
+        report, precision = Report.of(trained), self.trainer.precision
+        result = Verification(
+            title=f"{self.name}, {shape_of(self.batch)[1]} tokens, {precision}, {type(self.trainer.strategy).__name__}",
+            reference="the untiled step" if reference is None else f"a step in {str(higher).removeprefix('torch.')}",
+            losses=(untiled.loss, tiled.loss),
+            norms=(untiled.norm, tiled.norm),
+            rows=compare(untiled, tiled, reference, eps),
+            tiles={row.path: row.tiles for row in (*report.tiled, *report.losses)},
         )
-
-
-def _check_comparable(module: LightningModule) -> None:
-    name = name_of(module)
-    if not module.automatic_optimization:
-        raise ValueError(f"{name} optimizes manually: use lt_tiled.verify(model, batch, step=...).")
-    if not patches_of(module):
-        raise ValueError(f"lt_tiled changes nothing in {name}: use one of its strategies or callbacks.")
-    if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse for part in module.modules()):
-        raise ValueError("Sparse gradients cannot be compared: verify with sparse=False, with the same values.")
-
-
-def _dtypes(module: nn.Module) -> set[torch.dtype]:
-    return {weight.dtype for weight in module.parameters()}
-
-
-def _reference_dtype(module: nn.Module) -> torch.dtype:
-    return torch.float64 if _dtypes(module) & {torch.float32, torch.float64} else torch.float32
-
-
-def _eps(trainer: Any, module: nn.Module) -> float:
-    """Return the precision of the run. Convolutions are in TF32 by default on a GPU."""
-    bits, dtypes = str(trainer.precision).split("-")[0], _dtypes(module)
-    mixed = {"bf16": {torch.bfloat16}, "16": {torch.float16}}.get(bits, set())
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes | mixed if dtype.is_floating_point)
-    convolves = any(isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) for part in module.modules())
-    convolves &= trainer.strategy.root_device.type == "cuda"
-    in_tf32 = rounds_products() or (convolves and torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
-    return max(eps, 2.0**-10) if torch.float32 in dtypes and in_tf32 else eps
+        self.result = self.trainer.strategy.broadcast(result)
 
 
 def force_tiles(patches: list[Patch]) -> None:
@@ -255,24 +257,3 @@ def force_tiles(patches: list[Patch]) -> None:
             patch.num_shards = _TILES
         elif isinstance(patch, BlockPatch) and patch.offload is not None:
             patch.offload.offloader.min_bytes = 0
-
-
-def tiles_of(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the path and the number of tiles of each module that is to be tiled, and of each head."""
-    for path, _, patch in tiled_patches(module):
-        in_parts = patch.untiled and patch.spec.below  # a mixture of experts, which run in tiles
-        if not (patch.spec.is_lone_norm or in_parts):  # a norm that was guessed stays untiled where it cannot be tiled
-            yield path, patch.largest.tiles
-    for path, part in walk(module):
-        if (head := get_patch(part, HeadPatch)) is not None:
-            yield path, head.largest.tiles
-
-
-def patches_of(module: nn.Module) -> list[Patch]:
-    """Return what lt_tiled has set on a module and its submodules."""
-    return [patch for part in module.modules() for patch in get_patches(part, Patch)]
-
-
-def _is_equal(a: Tensor, b: Tensor) -> bool:
-    """Whether two buffers of one module are equal, and nan equal to nan."""
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

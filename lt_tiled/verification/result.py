@@ -1,39 +1,20 @@
-"""The result of :func:`lt_tiled.verify`: the figures of two steps, the errors of their gradients, and the verdict."""
+"""The result of :func:`lt_tiled.verify`: the errors of the gradients of two steps, what is allowed, and the verdict."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lt_tiled.memory import gib
 from lt_tiled.report import pattern
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 _FACTOR = 4.0
 """How much larger than that of the untiled step an error may be: both are sums of the same terms in another order."""
-LOSS, EVALUATION = "loss", "loss in evaluation mode"
-
-
-@dataclass(frozen=True)
-class Step:
-    """The figures of a step on one rank."""
-
-    loss: float
-    norm: float
-    """The norm of all gradients."""
-    flops: int
-    peak: int
-    """The peak of the bytes that the step allocates."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +39,29 @@ class Verification:
     title: str
     reference: str
     """What errors are relative to."""
-    untiled: Step
-    tiled: Step
+    losses: tuple[float, float]
+    """The loss without lt_tiled and with it."""
+    norms: tuple[float, float]
+    """The norm of all gradients without lt_tiled and with it."""
     rows: tuple[Row, ...]
-    tiles: int | None
-    """The most tiles of an MLP or a loss; ``None`` if there is none that is tiled."""
-    not_tiled: tuple[str, ...] = ()
-    """Modules that were to be tiled and ran in one tile, or not at all."""
-    draws: bool = False
-    """Whether a step without dropout draws random numbers, which tiles draw in another order."""
+    tiles: dict[str, int]
+    """The number of tiles of each MLP and each loss that is tiled, by path: 0 if it was not called."""
 
     @property
     def worst(self) -> Row:
         """The row whose error is the largest relative to what is allowed."""
-        return worst(self.rows)
+        return _worst(self.rows)
+
+    @property
+    def not_tiled(self) -> list[str]:
+        """The paths of modules that were to be tiled and ran in one tile, or not at all."""
+        return [path for path, count in self.tiles.items() if count < 2]
 
     @property
     def passed(self) -> bool:
         """Whether all errors are allowed, and something ran in tiles."""
-        return all(row.passed for row in self.rows) and (self.tiles is None or self.tiles > 1)
+        nothing_ran = bool(self.tiles) and len(self.not_tiled) == len(self.tiles)
+        return self.worst.passed and not nothing_ran
 
     @property
     def verdict(self) -> str:
@@ -84,118 +69,101 @@ class Verification:
         row = self.worst
         figures = f"error {row.tiled:.1e} of {row.allowed:.1e} allowed"
         if self.passed:
-            note = f"; not tiled, so not verified: {', '.join(self.not_tiled)}" if self.not_tiled else ""
-            if self.tiles is None:
+            note = ""
+            if not self.tiles:
                 note = "; no MLP and no loss is tiled, so only the rest, such as activation checkpointing, is verified"
+            elif self.not_tiled:
+                alike = Counter(map(pattern, self.not_tiled))
+                names = [f"{count} x {path}" for path, count in alike.items()]
+                note = f"; not tiled, so not verified: {', '.join(names)}"
             return f"pass: the largest {figures}, in {row.path}{note}"
-        if all(row.passed for row in self.rows):
+        if row.passed:
             return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
         remedy = "turn off tiling, checkpointing, loss one by one to find the cause, and report it with this table"
         if row.tiled <= _FACTOR * row.untiled:
             remedy = "the untiled step is as far off: compare with it (reference=False), or verify in 64-true"
-        if self.draws:
-            remedy = "the step draws random numbers without dropout, which tiles draw in another order: turn that off"
         return f"fail: {row.path}, {figures}: {remedy}"
 
-    def table(self) -> Table:
-        """Return the figures of both steps, and the errors of their gradients."""
-        from rich.table import Table  # offline images may lack it
-
-        table = Table(
-            title=self.title,
-            caption=f"error: the difference from {self.reference}, relative to its norm",
-            caption_justify="left",
-        )
-        table.add_column("", overflow="fold")
-        for name in ("without lt_tiled", "with lt_tiled", "allowed"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for name, show in (
-            ("loss", lambda step: f"{step.loss:.6g}"),
-            ("gradient norm", lambda step: f"{step.norm:.6g}"),
-            ("FLOPs", lambda step: f"{step.flops:.3e}"),
-            ("peak memory", lambda step: gib(step.peak)),
-        ):
-            table.add_row(name, show(self.untiled), show(self.tiled))
-        table.add_row("tiles", "1", str(self.tiles or "none"))
-        table.add_section()
+    def __str__(self) -> str:
+        rows = [("", "without lt_tiled", "with lt_tiled", "allowed")]
+        for name, values in (("loss", self.losses), ("gradient norm", self.norms)):
+            rows.append((name, f"{values[0]:.6g}", f"{values[1]:.6g}", ""))
+        rows.append(("tiles", "1", str(max(self.tiles.values(), default="none")), ""))
         for row in self.rows:
             untiled = "-" if math.isnan(row.untiled) else f"{row.untiled:.1e}"
-            style = None if row.passed else "bold red"
-            table.add_row(f"error of {row.path}", untiled, f"{row.tiled:.1e}", f"{row.allowed:.1e}", style=style)
-        return table
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=1000)
-        with console.capture() as captured:
-            console.print(self.table())
-        return f"{captured.get()}{self.verdict}"
+            rows.append((f"error of {row.path}", untiled, f"{row.tiled:.1e}", f"{row.allowed:.1e}"))
+        width = max(len(name) for name, _, _, _ in rows)
+        lines = [f"{name:{width}} {before:>17} {after:>14} {most:>9}".rstrip() for name, before, after, most in rows]
+        note = f"error: the difference from {self.reference}, relative to its norm"
+        return "\n".join([self.title, *lines, note, self.verdict])
 
 
-def compare(
-    untiled: dict[str, Tensor],
-    tiled: dict[str, Tensor],
-    reference: dict[str, Tensor],
-    names: Sequence[str],
-    gradients: Sequence[str],
-    eps: float,
-) -> tuple[Row, ...]:
-    """Return a row for the worst weight of modules that are alike, and rows for the loss and the buffers.
-
-    Args:
-        untiled: The values of the untiled step by name.
-        tiled: Those of the tiled step.
-        reference: Those of the step in higher precision, or an empty dictionary.
-        names: What to compare.
-        gradients: Which of these are gradients.
-        eps: The precision of the run.
-    """
-    base = reference or untiled
-    sizes = _sizes(base, names, gradients)
-    before = {name: _distance(untiled[name], base[name]) / sizes[name] for name in names}
-    # Models compute parts in float32 whatever their dtype is; a weight of few numbers may have no error by chance.
-    usual = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
-    limit = max(1e-4, 10 * eps)
-    rows: dict[str, Row] = {}
-    for name in names:
-        error = _distance(tiled[name], base[name]) / sizes[name]
-        path = pattern((name in gradients and name.rpartition(".")[0]) or name)
-        row = Row(path, math.nan, error, limit)
-        if reference:
-            row = Row(path, before[name], error, min(_FACTOR * max(before[name], usual), 4 * limit))
-        rows[path] = worst([rows.get(path, row), row])
-    return tuple(rows.values())
-
-
-def _sizes(base: dict[str, Tensor], names: Sequence[str], gradients: Sequence[str]) -> dict[str, float]:
-    """Return what errors are relative to. Values that are almost zero count as larger.
-
-    Gradients and losses count relative to all gradients; other floating-point numbers, which are buffers, relative to
-    all of these.
-    """
-    least = dict.fromkeys((*gradients, LOSS, EVALUATION), 1e-3 * norm_of(base, gradients))
-    floats = [name for name in names if name not in least and base[name].is_floating_point()]
-    least |= dict.fromkeys(floats, 1e-3 * norm_of(base, floats))
-    return {name: max(norm_of(base, [name]), least.get(name, 0.0), 1e-30) for name in names}
-
-
-def worst(rows: Iterable[Row]) -> Row:
-    """Return the row whose error is the largest relative to what is allowed."""
+def _worst(rows: Iterable[Row]) -> Row:
     return max(rows, key=lambda row: (not row.passed, row.tiled / row.allowed))
 
 
-def norm_of(values: dict[str, Tensor], names: Iterable[str]) -> float:
+@dataclass(frozen=True)
+class Measured:
+    """What a step gave: the loss, and gradients and buffers by name on the CPU."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+    @property
+    def norm(self) -> float:
+        """The norm of all gradients."""
+        return _norm(self.gradients.values())
+
+
+def compare(untiled: Measured, tiled: Measured, reference: Measured | None, eps: float) -> tuple[Row, ...]:
+    """Return a row for the worst weight of modules that are alike, the loss, and each buffer that differs.
+
+    Gradients and the loss are compared with the reference, if there is one, and buffers with those of the untiled step.
+    ``eps`` is the precision of the run.
+
+    Raises:
+        ValueError: If there are no gradients to compare.
+    """
+    base = untiled if reference is None else reference
+    if not base.norm:
+        raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
+    before = _errors(untiled, base)
+    # Models compute parts in float32 whatever their dtype is; a weight of few numbers may have no error by chance.
+    usual = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
+    limit = max(1e-4, 10 * eps)
+    rows = list[Row]()
+    for name, error in _errors(tiled, base).items():
+        path = pattern(name.rpartition(".")[0] or name)
+        if reference is None:
+            rows.append(Row(path, math.nan, error, limit))
+        else:
+            rows.append(Row(path, before[name], error, min(_FACTOR * max(before[name], usual), 4 * limit)))
+    for name, buffer in tiled.buffers.items():
+        true = untiled.buffers[name]
+        if not torch.equal(buffer.nan_to_num(), true.nan_to_num()):
+            rows.append(Row(pattern(name), math.nan, _error(buffer, true, 0.0), limit))
+    # Of modules that are alike, the worst one stands for all.
+    shown = dict[str, Row]()
+    for row in rows:
+        shown[row.path] = _worst([shown.get(row.path, row), row])
+    return tuple(shown.values())
+
+
+def _errors(measured: Measured, base: Measured) -> dict[str, float]:
+    """Return the errors of the gradients and the loss, of which small ones count as a thousandth of all gradients."""
+    least = 1e-3 * base.norm
+    errors = dict[str, float]()
+    for name, gradient in base.gradients.items():
+        errors[name] = _error(measured.gradients[name], gradient, least)
+    errors["loss"] = abs(measured.loss - base.loss) / max(abs(base.loss), least)
+    return errors
+
+
+def _error(value: Tensor, true: Tensor, least: float) -> float:
+    return _norm([value.double() - true.double()]) / max(_norm([true]), least, 1e-30)
+
+
+def _norm(values: Iterable[Tensor]) -> float:
     """Return the norm of some values together."""
-    return math.hypot(*(float(values[name].double().norm()) for name in names))
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm())
-
-
-def listed(paths: Sequence[str], among: Sequence[str]) -> tuple[str, ...]:
-    """Return paths for a message: ``layers.1.mlp``, or ``3 of 8 layers.*.mlp`` for several that are alike."""
-    alike, everything = Counter(map(pattern, paths)), Counter(map(pattern, among))
-    few = [path for path in paths if alike[pattern(path)] == 1]
-    return (*few, *(f"{n} of {everything[path]} {path}" for path, n in alike.items() if n > 1))
+    return math.hypot(*[float(value.double().norm()) for value in values])

@@ -39,29 +39,6 @@ class Adapted(CausalLM):
             self.model = get_peft_model(self.model, LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM"))
 
 
-class Resizing(Ledger):
-    """Sees storages that FSDP empties and fills again, too."""
-
-    def __enter__(self) -> Resizing:
-        original = torch.UntypedStorage.resize_
-
-        def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            if (allocation := self._live.get(storage._cdata)) is not None:
-                self.now += size - allocation.nbytes
-                allocation.nbytes = size
-                self.peak = max(self.peak, self.now)
-            return original(storage, size)
-
-        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize)
-        self._patch.start()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)
-        self._patch.stop()
-
-
 class Watch(pl.Callback):
     """Reads the peak of the second step, which is like all that follow."""
 
@@ -85,7 +62,7 @@ def measured(strategy: Any, module: type[CausalLM] = CausalLM, tokens: int = TOK
     A plan leaves out the fingerprints, of up to 20 KiB a block, which are much next to a model as small as this.
     """
     compare, saved = "lt_tiled.recompute.compare.ROWS", "lt_tiled.recompute.saved.ROWS"
-    with mock.patch(compare, 1), mock.patch(saved, 1), Resizing() as ledger:
+    with mock.patch(compare, 1), mock.patch(saved, 1), Ledger() as ledger:
         watch = Watch(ledger)
         run = trainer(
             strategy(),

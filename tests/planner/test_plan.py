@@ -9,24 +9,19 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
-from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from transformers import BatchEncoding
 
 from lt_tiled import (
     ActivationCheckpointing,
-    TiledDDPStrategy,
     TiledDeepSpeedStrategy,
     TiledSingleDeviceStrategy,
     Tiling,
 )
 from lt_tiled.errors import DoesNotFitError, SimulationError
 from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.memory import gib
 from lt_tiled.planner import simulate
-from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import draw_step
 from lt_tiled.planner.search import Plan, cheapest, longest, plan
@@ -58,14 +53,13 @@ def found() -> Plan:
 
 def test_parts_are_the_peak(found: Plan) -> None:
     """The parts add up to the peak, which no moment exceeds, weights and optimizer state are their exact sizes, and
-    the peak has a phase and a place.
+    the peak has a phase.
     """
     assert sum(found.parts.values()) == found.peak
     weights = sum(p.nbytes for p in tiny_llama(**{k: v for k, v in PLANNED.items() if k != "model_type"}).parameters())
     assert found.parts["weights"] == pytest.approx(weights, rel=0.01)
     assert found.parts["optimizer"] == pytest.approx(2 * weights, rel=0.01)
     assert found.phase in ("forward", "backward")
-    assert found.place.startswith("model.")
     rows = found.simulation.over_time()
     assert max(sum(values) for values in zip(*rows.values(), strict=True)) == found.peak
     assert min(min(row) for row in rows.values()) >= 0
@@ -99,45 +93,13 @@ def test_two_tiles_stand_for_all(config: dict[str, Any], tokens: int, monkeypatc
 
     def figures() -> Any:
         run = plan(base, tokens).simulation
-        return run.parts_at(run.peak_at), run.peak, run.forward_flops, run.flops, len(run.allocations)
+        return run.parts_at(run.peak_at), run.peak, run.forward.flops, run.flops, len(run.allocations)
 
     *two, few = figures()
     monkeypatch.setattr(simulate, "first_two_tiles", lambda ledger: nullcontext())
     *every, many = figures()
     assert two == every
     assert few < many
-
-
-EXPERTS = {**PLANNED, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
-EXPERTS |= {"moe_intermediate_size": 64}
-
-
-def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan says in how many tiles experts run, and the bytes and the time of their sums. It recommends to sum in the
-    dtype of the weights where float32 sums take more than a tenth of the memory.
-    """
-    base = job(module=lambda: CausalLM(EXPERTS), precision="bf16-true")
-    found = plan(base, 4096)
-    row = found.simulation.tiled[0]
-    block = base.module.get_submodule(row.path)
-    assert (row.tokens, row.tiles) == (4096, 4)
-    assert row.sums == 2 * row.saves == 4 * sum(p.numel() for p in block.parameters())
-    moved = 2 * 4 * row.sums
-    for memory, advised in ((10 * row.sums, False), (10 * row.sums - 1, True)):
-        Console(width=1000).print(found.render(memory, "h100,memory=1000"))
-        text = capsys.readouterr().out
-        assert "Experts: 2 x Qwen3MoeSparseMoeBlock in 4 tiles of 1024 tokens." in text
-        assert f"moves {gib(moved)} of gradient sums, {moved / 1e9:.3g} ms at 1000 GB/s" in text
-        assert ("Tiling(accumulate='param') saves" in text) == advised
-    assert "Experts" not in str(plan(job()).render().renderables[1])  # of a Llama
-
-
-def test_offloaded_bytes() -> None:
-    """A tier gets exactly the bytes of the block inputs."""
-    found = plan(job(TiledSingleDeviceStrategy(activation_checkpointing=ActivationCheckpointing(offload="disk"))))
-    moved = found.simulation.offloaded
-    assert moved is not None
-    assert moved.disk_bytes == (PLANNED["num_hidden_layers"] - 1) * 2048 * LLAMA["hidden_size"] * 4
 
 
 LENGTHS: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -185,12 +147,6 @@ def test_cheapest() -> None:
         match=r"8192 tokens do not fit into 1.0 MiB with any settings: the least is .*Give more devices",
     ):
         cheapest(base, MIB, tokens)
-
-
-def test_weights_are_not_needed(tmp_path: Path) -> None:
-    """A model is planned from its ``config.json`` alone."""
-    tiny_llama(vocab_size=512).config.save_pretrained(tmp_path / "model")
-    assert plan(job(module=lambda: CausalLM(path=str(tmp_path / "model")))).peak > 0
 
 
 class Peeking(LitTiny):
@@ -252,16 +208,9 @@ def test_unknown_names(given: dict[str, str], message: str) -> None:
         job(**given)
 
 
-@pytest.mark.table("bf16-true.*")
 @pytest.mark.parametrize(
     ("precision", "weights", "autocast"),
-    [
-        ("bf16-true", 2, None),
-        ("bf16-mixed", 4, torch.bfloat16),
-        ("16-mixed", 4, torch.float16),
-        ("32-true", 4, None),
-        (None, 4, None),
-    ],
+    [("bf16-true", 2, None), ("16-mixed", 4, torch.float16), (None, 4, None)],
 )
 def test_precision(precision: str | None, weights: int, autocast: torch.dtype | None) -> None:
     """Weights have the dtype of the precision, and mixed precision runs under autocast."""
@@ -270,37 +219,6 @@ def test_precision(precision: str | None, weights: int, autocast: torch.dtype | 
     found = plan(base)
     assert base.settings.autocast == autocast
     assert found.parts["weights"] == pytest.approx(weights * numbers, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "name"),
-    [
-        ("auto", 1, "single"),
-        ("auto", 4, "ddp"),
-        (TiledDDPStrategy(), 2, "ddp"),
-        (pl.strategies.FSDPStrategy(), 2, "fsdp"),
-        (pl.strategies.ModelParallelStrategy(), 2, "fsdp2"),
-        (TiledDeepSpeedStrategy(stage=2), 2, "zero2"),
-        (TiledDeepSpeedStrategy(stage=3), 2, "zero3"),
-    ],
-)
-def test_engines_by_strategy(strategy: Any, ranks: int, name: str) -> None:
-    """The engine is that of the strategy, Lightning's own included."""
-    assert (engine_of(strategy, ranks).name, engine_of(strategy, ranks).ranks) == (name, ranks)
-
-
-def test_more_ranks_hold_less() -> None:
-    """Weights, gradients and optimizer state of a rank shrink with their number under ZeRO-3, and what is offloaded is
-    not there.
-    """
-    peaks = {}
-    for ranks in (1, 8):
-        base = job(TiledDeepSpeedStrategy(stage=3), devices=ranks, precision="bf16-true")
-        peaks[ranks] = plan(base).parts
-    assert peaks[1]["weights"] == pytest.approx(8 * peaks[8]["weights"], rel=0.05)
-    assert peaks[1]["optimizer"] == pytest.approx(8 * peaks[8]["optimizer"], rel=0.05)
-    away = plan(job(TiledDeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True))).parts
-    assert away.get("weights", 0) + away.get("optimizer", 0) < MIB / 16
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -316,29 +234,18 @@ def test_an_offloaded_optimizer_steps_on_the_cpu(stage: int) -> None:
 
 
 def test_a_plan_leaves_the_module_as_it_was() -> None:
-    """After a simulation no forward is replaced, also after one that failed, and the same job gives the same peak
-    again.
-    """
+    """The same job gives the same peak again."""
     base = job(module=LitTiny)
-    first = base.simulate().peak
-    assert all("forward" not in vars(m) for m in base.module.modules())
-    with pytest.raises(ValueError, match="nothing"):
-        base.simulate(None, base.settings.__class__(tiling=Tiling(targets="nothing")))
-    assert base.simulate().peak == first
+    assert base.simulate().peak == base.simulate().peak
+    assert all(p.is_meta for p in base.module.parameters())
 
 
-@pytest.mark.table("svg")
-@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
-def test_pictures(found: Plan, ending: str, tmp_path: Path) -> None:
-    """The picture is drawn in each format; an unknown one, or a directory that is not there, is refused before any
-    work.
-    """
-    draw_step({"with": found.simulation, "again": found.simulation}, tmp_path / f"step.{ending}", 64 * MIB)
-    start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[ending]
-    assert (tmp_path / f"step.{ending}").read_bytes().startswith(start)
-    for path, message in ((tmp_path / "step.jpeg2", "must end in"), (tmp_path / "no" / "step.png", "does not exist")):
-        with pytest.raises(ValueError, match=message):
-            draw_step({"with": found.simulation}, path)
+def test_pictures(found: Plan, tmp_path: Path) -> None:
+    """The picture is drawn; an unknown format is refused."""
+    draw_step(found.simulation, tmp_path / "step.svg", 64 * MIB)
+    assert (tmp_path / "step.svg").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="must end in"):
+        draw_step(found.simulation, tmp_path / "step.jpeg2")
 
 
 class Plain(pl.LightningModule):
@@ -375,32 +282,14 @@ def test_what_people_write() -> None:
     assert base.simulate(128).peak > base.simulate().peak
 
 
-@pytest.mark.parametrize(("devices", "ranks"), [("0,1", 2), ([0, 1, 2], 3), (4, 4), ("4", 4), ("auto", 1), (-1, 1)])
+@pytest.mark.parametrize(("devices", "ranks"), [("0,1", 2), ([0, 1, 2], 3), ("4", 4), ("auto", 1)])
 def test_devices(devices: Any, ranks: int, caplog: pytest.LogCaptureFixture) -> None:
     """Ranks are counted however the Trainer takes devices; what is not known is one, which is said where an engine
     shards.
     """
     with caplog.at_level("WARNING", "lt_tiled"):
         assert job(TiledDeepSpeedStrategy(stage=3), devices=devices).settings.engine.ranks == ranks
-    assert ("say how many with --devices" in caplog.text) == (devices in ("auto", -1))
-
-
-class Packed(TextFiles):
-    """Two documents in a sequence."""
-
-    def train_dataloader(self) -> Any:
-        positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-        return DataLoader([{"input_ids": torch.zeros_like(positions), "position_ids": positions}], batch_size=None)
-
-
-@pytest.mark.parametrize("data", [TextFiles(), Packed()], ids=["text", "packed"])
-def test_packed_documents(data: TextFiles, caplog: pytest.LogCaptureFixture) -> None:
-    """That a plan leaves out the mask of packed documents is said where a batch has some."""
-    with torch.device("meta"):
-        module = CausalLM(LLAMA)
-    with caplog.at_level("WARNING", "lt_tiled"):
-        make_job(module, data, {"strategy": TiledSingleDeviceStrategy(), "accelerator": "cpu"})
-    assert ("position_ids of packed documents" in caplog.text) == isinstance(data, Packed)
+    assert ("say how many with --devices" in caplog.text) == (devices == "auto")
 
 
 @pytest.mark.table("strategy1")

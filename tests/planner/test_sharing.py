@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from lt_tiled import SequenceParallel, TiledDDPStrategy, TiledModelParallelStrategy
-from lt_tiled.cli import main
 from lt_tiled.errors import DoesNotFitError
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.job import Job, make_job
-from lt_tiled.planner.search import cheapest, longest, plan
+from lt_tiled.planner.search import cheapest, plan
 from tests.planner.runs import LLAMA
-from tests.test_cli import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -63,20 +61,6 @@ def test_exchanged_bytes_are_communication() -> None:
     assert "communication" not in held(base, TOKENS, None)[0]
 
 
-def test_a_size_that_does_not_divide() -> None:
-    """Ranks that do not form groups of the size are refused with the sizes that they can form."""
-    with pytest.raises(ValueError, match=r"sequence_parallel=3 does not divide the 4 ranks: choose one of \[1, 2, 4\]"):
-        job(TiledDDPStrategy(sequence_parallel=3))
-
-
-def test_longest() -> None:
-    """Four ranks that share a sequence fit one that is at least twice as long."""
-    base = job(TiledModelParallelStrategy())
-    shared = replace(base.settings, sequence_parallel=SequenceParallel(4))
-    memory = plan(base, 4096).peak
-    assert longest(base, memory, shared, granule=1024, tokens=8192).tokens >= 8192
-
-
 @pytest.mark.full
 def test_cheapest() -> None:
     """Ranks share a sequence only if it does not fit otherwise, and as few as possible."""
@@ -90,12 +74,3 @@ def test_cheapest() -> None:
     assert cheapest(base, least[1], TOKENS).settings.sequence_parallel == SequenceParallel(2)
     with pytest.raises(DoesNotFitError, match="each sequence shared by 4 ranks"):
         cheapest(base, least[2] // 2, TOKENS)
-
-
-@pytest.mark.full
-def test_eight_billion_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    """The config of Llama 3 8B shared by eight GPUs is planned with its exchange."""
-    path = ROOT / "configs" / "plan" / "llama_8b_shared.yaml"
-    main(["plan", "--config", str(path), "--seq=65536", "--model.init_args.config.num_hidden_layers=2"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "each sequence shared by 8 ranks" in text

@@ -29,7 +29,7 @@ ROUND = Machine(tflops=1e-3, memory=100.0, pcie=10.0, nvme=1.0, network=50.0)
 
 def run(**changes: Any) -> Simulation:
     """A step of one GFLOP of products and attention in the forward pass, and of twice as much in the backward pass."""
-    state = (Allocation(10**11, "optimizer", "", 0), Allocation(10**10, "gradients", "", 0))
+    state = (Allocation(10**11, "optimizer", 0), Allocation(10**10, "gradients", 0))
     base = Simulation(0, 0, {"forward": 1, "backward": 2, "optimizer": 3}, 4, state)
     work = Work(products=10**9, attention=10**9)
     return replace(base, **{"forward": work, "backward": work + work, **changes})
@@ -41,8 +41,8 @@ def test_seconds_are_exact() -> None:
     """
     speed = predict(run(), Settings(), ROUND)
     forward = 1 / PRODUCTS + 1 / ATTENTION
-    assert speed.forward.seconds == pytest.approx(forward, rel=1e-12)
-    assert speed.optimizer.seconds == pytest.approx((2 * 100 + 10) / 100, rel=1e-12)
+    assert speed.forward == pytest.approx(forward, rel=1e-12)
+    assert speed.optimizer == pytest.approx((2 * 100 + 10) / 100, rel=1e-12)
     assert speed.seconds == pytest.approx(3 * forward + 2.1, rel=1e-12)
     twice = predict(run(), Settings(accumulate=2), ROUND)
     assert twice.seconds == pytest.approx(6 * forward + 2.1, rel=1e-12)
@@ -59,8 +59,8 @@ def test_the_slowest_bounds_a_phase() -> None:
         (10**12, 10**12, "NVMe", 1000.0),
     ):
         speed = predict(run(offloaded=OffloadStats(cpu_bytes=cpu, disk_bytes=disk)), Settings(), ROUND)
-        assert (speed.forward.bound, speed.bound) == (bound, bound)
-        assert speed.forward.seconds == pytest.approx(seconds, rel=1e-12)
+        assert speed.bound == bound
+        assert speed.forward == pytest.approx(seconds, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -73,24 +73,26 @@ def test_bytes_of_engines(name: Any, gigabytes: tuple[int, ...]) -> None:
     """
     base = Settings(engine=Engine(name, 4), dtype=torch.bfloat16)
     speed = predict(run(weights=10**12, trained=10**12), base, ROUND)
-    phases = (speed.forward, speed.backward, speed.optimizer)
-    assert [phase.network for phase in phases] == pytest.approx([count * 2000 * 3 / 4 / 50 for count in gigabytes])
+    computed = 1 / PRODUCTS + 1 / ATTENTION
+    seconds = [count * 2000 * 3 / 4 / 50 for count in gigabytes]
+    least = (computed, 2 * computed, 2.1)
+    assert (speed.forward, speed.backward, speed.optimizer) == pytest.approx([*map(max, seconds, least)])
 
 
 def test_ranks_wait_for_an_exchange() -> None:
     """The exchange of a shared sequence adds to the computation; the own part of a rank stays where it is."""
     shared = Settings(engine=Engine("ddp", 4), sequence_parallel=SequenceParallel(4))
     speed = predict(run(forward=Work(10**9, 0, exchanged=10**11)), shared, ROUND)
-    assert speed.forward.seconds == pytest.approx(1 / PRODUCTS + 100 * 3 / 4 / 50, rel=1e-12)
+    assert speed.forward == pytest.approx(1 / PRODUCTS + 100 * 3 / 4 / 50, rel=1e-12)
 
 
 def test_offloaded_state() -> None:
     """An optimizer in CPU memory updates the weights of its rank there, and weights in CPU memory pass PCIe twice."""
     engine = Engine("zero3", 4, offload_optimizer=True, offload_weights=True)
     speed = predict(run(weights=10**12, trained=10**12), Settings(engine=engine, dtype=torch.bfloat16), ROUND)
-    assert speed.optimizer.seconds == pytest.approx(10**12 / 4 / CPU_ADAM)
+    assert speed.optimizer == pytest.approx(10**12 / 4 / CPU_ADAM)
     assert speed.bound == "the optimizer"
-    assert (speed.forward.pcie, speed.backward.pcie) == pytest.approx((50.0, 50.0))
+    assert (speed.forward, speed.backward) == pytest.approx((50.0, 60.0))  # PCIe, and then the network
 
 
 def test_work_is_counted_by_kind() -> None:
@@ -164,30 +166,7 @@ def test_settings_are_ranked_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
         module = CausalLM({**LLAMA, "num_hidden_layers": 2})
     base = make_job(module, TextFiles(seq_len=2048), {"strategy": "tiled", "accelerator": "cpu", "devices": 1})
     rungs = search.ladder(base)
-    monkeypatch.setattr(search, "ladder", lambda _: dict(reversed(rungs.items())))
+    monkeypatch.setattr(search, "ladder", lambda _: rungs[::-1])
     found = cheapest(base, 2**40, 2048, machine=MACHINES["b200"])
-    seconds = [plan(base, 2048, settings).speed(MACHINES["b200"]).seconds for settings in rungs.values()]
+    seconds = [plan(base, 2048, settings).speed(MACHINES["b200"]).seconds for settings in rungs]
     assert found.speed(MACHINES["b200"]).seconds == min(seconds) < max(seconds)
-
-
-def test_settings_keep_attention_where_it_fits() -> None:
-    """Where a step needs activation checkpointing, the search keeps attention's output if that fits, because a step
-    without its recompute is faster; a byte less, and it is recomputed.
-    """
-    with torch.device("meta"):
-        module = CausalLM({**LLAMA, "num_hidden_layers": 2})
-    base = make_job(module, TextFiles(seq_len=4096), {"strategy": "tiled", "accelerator": "cpu", "devices": 1})
-    recomputed = replace(base.settings, tiling=None, activation_checkpointing=ActivationCheckpointing(keep=None))
-    policy = ActivationCheckpointing(keep="attention")
-    rungs = {"recomputed": recomputed}
-    kept = plan(base, 4096, replace(recomputed, activation_checkpointing=policy))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "ladder", lambda _: rungs)
-        found, without = cheapest(base, kept.peak, 4096), cheapest(base, kept.peak - 1, 4096)
-    assert (found.settings.activation_checkpointing, found.peak) == (policy, kept.peak)
-    assert without.settings.activation_checkpointing == recomputed.activation_checkpointing
-    assert found.speed(MACHINES["h100"]).seconds < without.speed(MACHINES["h100"]).seconds
-    assert (
-        without.simulation.backward.attention - found.simulation.backward.attention
-        == found.simulation.forward.attention
-    )
