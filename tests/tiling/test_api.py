@@ -54,6 +54,11 @@ FINDS: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
         "mlp",
         ["model.layers.0.mlp", "model.layers.1.mlp"],
     ),
+    "methods of nn.Transformer": (
+        lambda: nn.Transformer(H, 2, 1, 1, 48),
+        "mlp",
+        ["encoder.layers.0._ff_block", "decoder.layers.0._ff_block"],
+    ),
     "a class name": (lambda: two_blocks(GatedMLP), "GatedMLP", MLPS),
     "a list of class names": (lambda: two_blocks(GatedMLP), ["GatedMLP"], MLPS),
     "a glob of paths": (lambda: two_blocks(GatedMLP), "*.mlp", MLPS),

@@ -5,11 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-import torch
 
 from lt_tiled import Tiling
 from lt_tiled.modules.feed_forward import MLPSizes
-from lt_tiled.tiling.cut import LARGE_TILE_TOKENS, MIN_TILE_TOKENS, SUM_TOKENS, Tokens, tile_bounds
+from lt_tiled.tiling.cut import LARGE_TILE_TOKENS, MIN_TILE_TOKENS, SUM_TOKENS, tile_bounds
 
 
 @pytest.mark.parametrize(
@@ -119,13 +118,3 @@ def test_counts_mean_what_they_say() -> None:
     """``num_shards`` is a number of tiles, ``tile_tokens`` the most tokens of one."""
     assert [len(tile_bounds(Tiling(8), tokens, 64)) for tokens in (4096, 100, 17, 16)] == [8] * 4
     assert tile_bounds(Tiling(tile_tokens=1000), 2500, 64) == [(0, 834), (834, 1667), (1667, 2500)]
-
-
-@pytest.mark.parametrize("sizes", [(4, 3, 3), (4, 4, 4), (7, 5), (5, 7), (2, 2, 2, 2, 2, 1)], ids=str)
-def test_views_of_tiles(sizes: tuple[int, ...]) -> None:
-    """The views of tiles of one size or of two hold all tokens in their order."""
-    bounds = [(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-    whole = torch.arange(sum(sizes) * 2.0).view(1, -1, 2)
-    tiles = Tokens(whole.shape[:-1]).tiles(whole, bounds)
-    assert [tile.shape for tile in tiles] == [(1, size, 2) for size in sizes]
-    assert torch.equal(torch.cat(list(tiles), 1), whole)

@@ -101,6 +101,29 @@ def test_another_last_projection(how: str) -> None:
     assert worst(found, gradients(untile(m), x)) < EXACT
 
 
+def twice_later(module: Any, x: Tensor) -> Tensor:
+    h = hidden(module, x)
+    y = module.down(h)
+    return module.down(h * y.mean(-1, keepdim=True)) if module.later else y
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_second_use_that_comes_later(dropout: float) -> None:
+    """A last projection that later calls use twice is computed. The call that finds out draws the same random numbers
+    as those behind it.
+    """
+    m, x, found = Coded(twice_later, act=nn.Dropout(dropout)), randn(1, 40, H), []
+    m.later = False
+    gradients(tile(m, num_shards=4), x)
+    m.later = True
+    for _ in range(2):
+        torch.manual_seed(1)
+        found.append(gradients(m, x))
+    assert worst(*found) < EXACT
+    if not dropout:
+        assert worst(found[0], gradients(untile(m), x)) < EXACT
+
+
 def writing_into_its_input(module: GatedMLP, x: Tensor) -> Tensor:
     h = hidden(module, x)
     y = module.down(h)

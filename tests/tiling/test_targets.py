@@ -152,19 +152,6 @@ def test_plain_transformer_encoder(norm_first: bool) -> None:
     assert costs[1][1] < costs[0][1]
 
 
-def test_plain_transformer_with_a_decoder() -> None:
-    """``nn.Transformer``: the feed-forward parts of encoder and decoder layers are found, and the gradients are the
-    untiled ones.
-    """
-    model = nn.Transformer(H, 2, 2, 2, 48, dropout=0.0, batch_first=True).double()
-    x = x64()
-    true = gradients(model, x, call=lambda x: model(x, x.flip(1)))
-    with prepare(model, tiling=Tiling(4)):
-        assert worst(gradients(model, x, call=lambda x: model(x, x.flip(1))), true) <= 1e-10
-        assert len(paths(model)) == 4
-        assert rows(model)
-
-
 @pytest.mark.parametrize(("name", "target"), [("Mamba", "MambaMixer"), ("RWKV", "RwkvFeedForward")])
 def test_state_space_models_of_transformers_are_refused(name: str, target: str) -> None:
     """Mamba's mixer, and RWKV's feed-forward part, which reads the token before, are refused if they are named."""
