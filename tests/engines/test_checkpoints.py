@@ -188,7 +188,8 @@ class Watches(LitTiny):
         self.held: list[int] = []
 
     def ram(self) -> int:
-        return sum(prepared.offloader.cpu.size for prepared in self.trainer.strategy.prepared)
+        tiers = [prepared.offloader.cpu for prepared in self.trainer.strategy.prepared]
+        return sum(len(pieces) for tier in tiers for pieces in tier._free.values())
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.held.append(self.ram())

@@ -89,8 +89,8 @@ def test_flops(engine: str, on_ranks: OnRanks) -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_collectives(engine: str, checkpointed: bool, calls: int, on_ranks: OnRanks) -> None:
-    """A step with one or two forward passes has no gather or reduction that the untiled step has not, and one read by
-    the host more, which is the verdict of the comparison, at 2 as at 16 tiles.
+    """A step with one or two forward passes has no gather, reduction or read of an element that the untiled step has
+    not, at 2 as at 16 tiles.
 
     Under ZeRO-3 it has fewer gathers, because the weights of a block with tiled modules are all-gathered together, and
     fewer reads where it records the order of its modules, of which there are fewer.
@@ -99,8 +99,6 @@ def test_collectives(engine: str, checkpointed: bool, calls: int, on_ranks: OnRa
     for rank, plain in enumerate(untiled):
         assert any(name.startswith("c10d::") for name in plain)
         assert tiled[0][rank] == tiled[1][rank]
-        if calls == 1:
-            plain[READ] = plain.get(READ, 0) + 1
         if engine != "zero3":
             assert tiled[0][rank] == plain
         else:
