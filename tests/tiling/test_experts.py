@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import Tiling, prepare, report
+from lt_tiled import Tiling, prepare
 from lt_tiled.modules.feed_forward import find_sizes
 from tests.architectures import ARCHITECTURES
 from tests.models import AttachedLoss, GatedMLP, H
@@ -90,23 +90,6 @@ def test_sizes_are_found(name: str, shared: int) -> None:
     sizes_of_frozen = find_sizes(module.requires_grad_(False))
     assert sizes_of_frozen is not None
     assert (sizes_of_frozen.summed, sizes_of_frozen.used) == (0, sizes.used)
-
-
-def test_advice_on_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report recommends to sum in the dtype of the weights if one layer's float32 sums take more than a tenth of
-    the device's memory, and it would save some.
-    """
-    for dtype, tiling, memory, advised in (
-        (torch.bfloat16, Tiling(), 10**5, True),
-        (torch.bfloat16, Tiling(), 10**9, False),
-        (torch.bfloat16, Tiling(), None, False),
-        (torch.bfloat16, Tiling(accumulate="param"), 10**5, False),
-        (torch.float32, Tiling(), 10**5, False),
-    ):
-        monkeypatch.setattr(report, "total_memory", lambda device, memory=memory: memory)
-        with prepare(ARCHITECTURES["Qwen 3 MoE"].build(dtype), tiling=tiling) as prepared:
-            caption = str(prepared.report().table().caption)
-            assert ("Tiling(accumulate='param') saves" in caption) == advised
 
 
 def test_sizes_of_experts_in_a_list() -> None:

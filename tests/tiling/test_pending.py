@@ -133,6 +133,23 @@ def test_flop_counter_uses_no_pending_tensor() -> None:
     assert seen[0].computed is None
 
 
+AROUND: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "autocast": lambda mlp, h: torch.autocast("cpu", torch.bfloat16)(mlp)(h),
+    "a checkpoint": lambda mlp, h: checkpoint(mlp, h, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_what_is_around_the_mlp_alone(around: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """A norm outside of what is around the MLP runs by itself, also where another call took it into its tiles."""
+    net, x, seen = model(lambda block, x, h, y: y + around(block.mlp, block.pre_mlp_norm(x)))[:1], tokens(), []
+    true = reference(net, x)
+    net[0].mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with prepare(net, tiling=TILES):
+        assert worst(gradients(net, x), true) <= ERROR
+    assert [h.has_value for h in seen[:2]] == [False, True]
+
+
 class MixingNorm(nn.Module):
     """Is named like a norm and mixes tokens."""
 
@@ -281,6 +298,16 @@ def test_gradients_of_the_output() -> None:
     kept, plain, tiled_kept, tiled = seen
     assert torch.allclose(tiled, plain, rtol=1e-10)
     assert torch.allclose(tiled_kept.grad, kept.grad, rtol=1e-10)
+
+
+def test_gradients_of_an_output_that_went_into_tiles() -> None:
+    """A hook or ``retain_grad`` on a norm's output, behind the MLP that runs it in its tiles, is refused by name."""
+    net = model(lambda block, x, h, y: h.retain_grad() or y)
+    with (
+        prepare(net, tiling=TILES),
+        pytest.raises(RuntimeError, match="its output went into the tiles of what follows"),
+    ):
+        net(tokens())
 
 
 @pytest.mark.parametrize("name", ["h", "y"])

@@ -79,6 +79,14 @@ def test_per_call_scalar_is_refused(self_check: bool) -> None:
         module(randn(1, 40, H))
 
 
+@pytest.mark.parametrize("other", [lambda y: (y, y), lambda y: y[..., :1]], ids=["structure", "shape"])
+def test_outputs_that_change_from_tile_to_tile_are_refused(other: Callable[[Tensor], Any]) -> None:
+    """Without the self-check, another structure or shape of the output in a later tile is refused by name."""
+    module = tile(Coded(lambda m, x: x if x.shape[1] == 11 else other(x)), num_shards=4, self_check=False)
+    with pytest.raises(NotPositionWiseError, match=r"Coded: the structure or the shapes .* change from tile to tile"):
+        module(randn(1, 41, H))
+
+
 def in_imaginary_parts(module: Any, x: Tensor) -> Tensor:
     """Return a conjugate that torch has not computed yet, which mixes tokens in the imaginary part alone."""
     return torch.complex(x, centered(x)).conj()
