@@ -72,7 +72,7 @@ def test_policy_function(capsys: pytest.CaptureFixture[str]) -> None:
     """A policy may be the path of a function, and is saved as it was given."""
     function = "tests.test_selective.everything"
     whole = config(capsys, *STRATEGY, f"--trainer.strategy.activation_checkpointing.keep={function}")
-    assert whole["trainer"]["strategy"]["init_args"]["activation_checkpointing"]["policy"] == function
+    assert whole["trainer"]["strategy"]["init_args"]["activation_checkpointing"]["keep"] == function
 
 
 PARENTS = {
