@@ -64,13 +64,16 @@ class ModuleState:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.buffers = Buffers(modules, math.inf)
-        self.attributes = [(module, dict(vars(module))) for module in modules]
+        self.attributes = [(module, dict(vars(module)), set(module._forward_hooks)) for module in modules]
 
     def put_back(self) -> None:
         """Let modules have these again. What containers in attributes hold stays."""
-        for module, attributes in self.attributes:
+        for module, attributes, hooks in self.attributes:
             vars(module).clear()
             vars(module).update(attributes)
+            # transformers sets hooks in a model's first call, and notes in an attribute that it has.
+            for key in module._forward_hooks.keys() - hooks:
+                del module._forward_hooks[key]
         self.buffers.put_back()
 
 
