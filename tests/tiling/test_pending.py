@@ -147,7 +147,7 @@ def test_what_is_around_the_mlp_alone(around: Callable[[nn.Module, Tensor], Tens
     net[0].mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     with prepare(net, tiling=TILES):
         assert worst(gradients(net, x), true) <= ERROR
-    assert [h.has_value for h in seen[:2]] == [False, True]
+    assert [h.computed is not None for h in seen[:2]] == [False, True]
 
 
 class MixingNorm(nn.Module):
