@@ -143,7 +143,8 @@ def offload(setup: Setup) -> Rows:
             assert prepared.offloader is not None
             assert prepared.offloader.cpu is not None
             steps, stats = len(times["base"]) + 1, asdict(prepared.offloader.stats)
-            pinned = {slab.is_pinned() for slab, _ in prepared.offloader.cpu._slabs}
+            free = prepared.offloader.cpu._free.values()
+            pinned = {piece.is_pinned() for pieces in free for piece in pieces}
         return {
             "relative step time": statistics.median(ratios(times, "offloaded", "base")),
             "step [s]": statistics.median(times["base"]),
