@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -114,6 +114,13 @@ class Ledger(TorchDispatchMode):
         if func.namespace == "lt_tiled":  # a collective of sequence parallelism
             self.name((args, result), "communication")
         return result
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count no work of what runs inside."""
+        before = self.work
+        yield
+        self.work = before
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation."""

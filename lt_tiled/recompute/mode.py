@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.backends import cuda as sdpa  # its settings are for all devices
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -141,9 +141,13 @@ class Precision:
 
 @contextmanager
 def hidden_from_modes(tensor: Tensor) -> Iterator[None]:
-    """Hide what runs on a tensor from FlopCounterMode and other modes, but for that of fake tensors."""
-    fake = getattr(tensor, "fake_mode", None)
-    with _disable_current_modes(), nullcontext() if fake is None else fake:
+    """Hide what runs on a tensor from FlopCounterMode and other modes; on a fake one, from what a simulation counts."""
+    with ExitStack() as stack:
+        if type(tensor) in (Tensor, nn.Parameter):
+            stack.enter_context(_disable_current_modes())
+        for mode in _get_current_dispatch_mode_stack():
+            if hasattr(mode, "uncounted"):
+                stack.enter_context(mode.uncounted())
         yield
 
 

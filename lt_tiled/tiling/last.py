@@ -146,7 +146,8 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
             seen.append((module, output))
 
     before = RandomState.now(call.device)
-    # With a graph, because a hook of the code on the output would read what is left out. Compiled tiles leave out nothing.
+    # With a graph, because a hook of the code on the output would read what is left out; not if tiles are compiled,
+    # which leave out nothing.
     with_graph = torch.set_grad_enabled(call.differentiable and call.tiled.tiling.compile is False)
     with hidden_from_modes(inputs[0]), random_state_kept(call.device), PlainSavedTensors(), with_graph:
         leaves = [t.detach().requires_grad_(wants) for t, wants in zip(inputs, call.wants_grad, strict=True)]
