@@ -161,6 +161,7 @@ class _Recomputed:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __ne__(self, saved: object) -> bool:
         if not isinstance(saved, _Saved):
             return True
@@ -189,6 +190,7 @@ def _is_weight(tensor: Tensor) -> bool:
     return len(following) == 1 and isinstance(getattr(following[0][0], "variable", None), nn.Parameter)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
 def _metadata(tensor: Tensor) -> Any:
     samples = _samples.get()
     return _Recomputed(tensor) if samples is None else samples.save(tensor)
