@@ -169,7 +169,7 @@ class Layout:
 class Assembly:
     """Collects the tiles' outputs into tensors of the untiled shape, ``wholes``, which are allocated once."""
 
-    def __init__(self, tokens: Tokens, bounds: Sequence[Bounds], name: str, layout: Layout | None = None) -> None:
+    def __init__(self, tokens: Tokens, bounds: Sequence[Bounds], name: str, layout: Layout) -> None:
         self.tokens, self.bounds, self.name, self.layout = tokens, bounds, name, layout
         self.wholes: list[Tensor] = []
         self._tiles: list[Sequence[Tensor]] = []
@@ -179,11 +179,9 @@ class Assembly:
         """Put the output of a tile into its place.
 
         Raises:
-            NotPositionWiseError: If it is not per token, or not like that of the first tile.
+            NotPositionWiseError: If it is not like that of the first tile.
         """
         leaves, tree = flatten(output)
-        if self.layout is None:
-            self.layout = Layout.of(leaves, tree, self.tokens, self.bounds[0][1], self.name)
         if index == 0:
             self._allocate(leaves)
         same = tree == self.layout.tree
@@ -198,7 +196,6 @@ class Assembly:
             )
 
     def _allocate(self, outputs: Sequence[Tensor]) -> None:
-        assert self.layout is not None
         lead = self.tokens.lead
         for output, flat in zip(outputs, self.layout.flat, strict=False):  # another number of them is refused
             shape = (self.tokens.count, *output.shape[1:]) if flat else (*lead, *output.shape[len(lead) :])
@@ -211,7 +208,6 @@ class Assembly:
 
     def gradients(self, given: Sequence[Tensor | None]) -> Iterator[tuple[Tensor | None, ...]]:
         """Yield for each tile the gradients of its outputs, from those of the whole ones."""
-        assert self.layout is not None
         columns: list[Iterable[Tensor | None]] = []
         for whole, flat in zip(given, self.layout.flat, strict=True):
             columns.append(repeat(None, len(self.bounds)) if whole is None else self._cut(whole, flat))
