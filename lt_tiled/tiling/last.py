@@ -158,19 +158,22 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
     outputs, tree = flatten(output)
     layout = Layout.of(outputs, tree, call.tokens, call.bounds[0][1], call.name)
     # 2. The last projection. One that is tiled itself runs in tiles without its hooks.
-    modules = [module for module, _ in seen]
-    made = [m for m, own in seen if own is output and not has_users_hooks(own) and modules.count(m) == 1]
-    made = [m for m in made if m in call.function.parts]
-    own = call.function.modules[-1]
-    last = own if type(own) is nn.Linear else (made[0] if made else None)
-    plain = last is not None and not (output.is_complex() or is_traceable_wrapper_subclass(last.weight))
-    if call.tiled.tiling.compile is not False or not plain:
+    last: Any = call.function.modules[-1]
+    if type(last) is not nn.Linear:
+        last = None
+        modules = [module for module, _ in seen]
+        for module, made in seen:
+            once = modules.count(module) == 1 and module in call.function.parts
+            if made is output and once and not has_users_hooks(made):
+                last = module
+    leaves_out = last is not None and call.tiled.tiling.compile is False
+    if not leaves_out or output.is_complex() or is_traceable_wrapper_subclass(last.weight):
         last = None
     # 3. What a pending output is like. A second use of what draws random numbers would draw others.
     single = None
     if isinstance(output, Tensor) and not layout.flat[0] and not draws:
         single = output.shape[len(call.tokens.lead) :], output.dtype
-    return Plan(last, layout, single)  # type: ignore[arg-type]
+    return Plan(last, layout, single)
 
 
 def has_users_hooks(tensor: Tensor) -> bool:
