@@ -138,12 +138,15 @@ class Precision:
 
 # Modes, hooks and transforms around
 
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+"""The classes of tensors with values of their own: others are fake, sharded, quantized or a tensor in another way."""
+
 
 @contextmanager
 def hidden_from_modes(tensor: Tensor) -> Iterator[None]:
     """Hide what runs on a tensor from FlopCounterMode and other modes; on a fake one, from what a simulation counts."""
     with ExitStack() as stack:
-        if type(tensor) in (Tensor, nn.Parameter):
+        if type(tensor) in PLAIN_TENSORS:
             stack.enter_context(_disable_current_modes())
         for mode in _get_current_dispatch_mode_stack():
             if hasattr(mode, "uncounted"):

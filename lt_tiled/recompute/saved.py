@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from lt_tiled.recompute.compare import EPS, FEW_ROWS, ROWS, VERDICT, Sample, fingerprint
-from lt_tiled.recompute.mode import hidden_from_checkpoints, is_backward
+from lt_tiled.recompute.mode import PLAIN_TENSORS, hidden_from_checkpoints, is_backward
 
 
 @dataclass
@@ -99,16 +99,14 @@ class BlockSamples:
 
     def _kind(self, tensor: Tensor) -> str | None:
         """Return the kind of a tensor, if it can be compared."""
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
             return None
         shape, is_float = tensor.shape, tensor.dtype in EPS
         if not (is_float or tensor.dtype == torch.bool) or id(tensor) in self.buffers:
             return None
-        # A weight has as many rows by chance.
+        # A weight has as many rows by chance. Without a gradient is a mask, and all that compiled code saves.
         if is_float and len(shape) > 1 and shape[-2] in self.tokens and not _is_weight(tensor):
-            return (
-                "activation" if tensor.requires_grad else "tokens"
-            )  # such as a mask; and all that compiled code saves
+            return "activation" if tensor.requires_grad else "tokens"
         # Attention's sums of exponentials may have padding that nobody fills.
         if self.tokens and len(shape) == 3 and 0 < shape[-1] - self.tokens[0] < 32:
             return None

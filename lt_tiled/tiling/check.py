@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError, TwoThreadsError
-from lt_tiled.recompute.mode import PlainSavedTensors, hidden_from_modes, random_state_kept, version_of
+from lt_tiled.recompute.mode import PLAIN_TENSORS, PlainSavedTensors, hidden_from_modes, random_state_kept, version_of
 from lt_tiled.tiling.call import Owner, Tiled, TiledCall
 from lt_tiled.tiling.cut import Tokens, flatten
-from lt_tiled.tiling.effects import PLAIN_TENSORS, TOLERANCE, Probe, copies_in_place, held, norm, value_of
+from lt_tiled.tiling.effects import TOLERANCE, Probe, copies_in_place, held, norm, value_of
 from lt_tiled.tiling.last import find_plan
 from lt_tiled.tiling.run import run_tiled
 

@@ -13,14 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.patch import is_patched
-from lt_tiled.recompute.mode import version_of
+from lt_tiled.recompute.mode import PLAIN_TENSORS, version_of
 from lt_tiled.tiling.call import TiledCall
 
 # What modules hold
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
-PLAIN_TENSORS = (Tensor, nn.Parameter)
 _BY_VALUE = (int, float, complex, str, bytes, torch.Size, torch.device)
 _OF_TORCH = nn.Module().__dict__.keys() - {"training", "_parameters", "_buffers"}
 Held = frozenset[tuple[str, Hashable, Hashable]]

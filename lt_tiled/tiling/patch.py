@@ -7,7 +7,7 @@ or untiled for one of these reasons, which code and settings give:
 ==========  ================================================================  =======================================
 reason      when                                                              what follows
 ==========  ================================================================  =======================================
-transform   torch.func, forward-mode differentiation, torch.export          untiled, one line
+transform   torch.func, forward-mode differentiation, torch.export            untiled, one line
 hook        a user's hook inside would see tiles                              untiled, one warning
 inputs      no plain hidden states: nested tensors, DTensors                  untiled
 short       fewer tokens than two tiles need                                  untiled
@@ -37,7 +37,7 @@ from lt_tiled.modules.feed_forward import MLPSizes, Tileable, cannot_be_tiled, f
 from lt_tiled.modules.find import ENGINES, outermost, walk, walk_all
 from lt_tiled.modules.patch import HOOKS, Order, Patch, get_patch, get_patches, is_of, remove_patch, roots, set_patch
 from lt_tiled.policies import Tiling
-from lt_tiled.recompute.mode import is_transformed
+from lt_tiled.recompute.mode import PLAIN_TENSORS, is_transformed
 from lt_tiled.tiling.anchor import Through, run_untiled
 from lt_tiled.tiling.call import EngineNeeds, Owner, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
 from lt_tiled.tiling.check import check_position_wise
@@ -51,9 +51,6 @@ from lt_tiled.tiling.weights import one_thread
 CallWithInputs = tuple[TiledCall, list[Tensor]]
 _NO_USERS = ("torch.", *ENGINES, CAPTURING)
 """Packages whose hooks compute weights, follow modules or record outputs."""
-
-
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 # Setting patches, and removing them
@@ -147,6 +144,7 @@ class TiledPatch(Tiled, Patch):
     Its ``leader`` is the patch whose tiles it may share: of the MLP, or of the norm before projections.
     """
 
+    leader: TiledPatch
     compiled_tile: Callable[..., Any] | None = None
     """What runs on a tile with ``Tiling(compile=...)``."""
 
@@ -154,8 +152,6 @@ class TiledPatch(Tiled, Patch):
     def order(self) -> Order:  # type: ignore[override]
         """Compiled code goes past what is on norms, which the compiler fuses anyway, and on the projections behind."""
         return Order.TILE if self.is_leader and not self.spec.is_lone_norm else Order.NEIGHBOR
-
-    leader: TiledPatch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
@@ -320,7 +316,10 @@ class TiledPatch(Tiled, Patch):
         # A recompute records nothing, and must run as the forward pass did.
         if call.plan.output is None or has_users_hook(module) or is_recorded(call.function.inside):
             return False
-        return all(type(tensor) in _PLAIN and not tensor.is_inference() for tensor in inputs)
+        for tensor in inputs:
+            if type(tensor) not in PLAIN_TENSORS and type(tensor) is not FakeTensor:
+                return False
+        return not any(tensor.is_inference() for tensor in inputs)
 
 
 def _run_linear(module: nn.Module, below: Callable[..., Any], input: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.recompute.compare import Samples
 from lt_tiled.recompute.mode import (
+    PLAIN_TENSORS,
     PlainSavedTensors,
     RandomState,
     hidden_from_checkpoints,
@@ -146,7 +147,7 @@ def samples_of(call: TiledCall) -> Samples:
 
 def is_real(tensor: Tensor) -> bool:
     """Whether a tensor has values: fake ones have none, nor have weights that ZeRO-3 has released."""
-    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and tensor.numel() > 0
+    return type(tensor) in PLAIN_TENSORS and not tensor.is_meta and tensor.numel() > 0
 
 
 def hidden_from_offloaders() -> AbstractContextManager[Any]:
@@ -172,7 +173,7 @@ class Recompute:
         for tensor, wants, per_token in zip(self.inputs, call.wants_grad, call.per_token, strict=True):
             self.wholes.append(GradientSum(tensor, accumulate) if wants and not per_token else None)
             self.results.append(tensor.new_zeros(tensor.shape) if wants and per_token else None)
-        # 2. What ends each tile at the last projection, and takes fingerprints as the forward pass did.
+        # 2. What leaves out the last projection, and takes fingerprints as the forward pass did.
         self.leaves: list[Tensor] = [total.leaf for total in self.sums]
         self.samples = None if trace.samples is None else samples_of(call)
         self.last = LastProjection(trace.last, self.samples, dict(zip(self.leaves, self.sums, strict=True)))
@@ -210,7 +211,7 @@ class Recompute:
         for weight, total in zip(call.weights, self.sums, strict=True):
             gradient = total.take()
             if gradient is None and (tiled.needs.zeros_for_unused or wants_zeros(weight)):
-                gradient = torch.zeros_like(total.leaf, requires_grad=False)
+                gradient = total.sum_or_zeros()
             found.append(gradient)
         return found
 
