@@ -31,10 +31,16 @@ class CrossEntropy:
     """Adds ``z_loss * logsumexp(logits)**2`` for each token that counts (PaLM, arXiv:2204.02311)."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+            raise ValueError(f"ignore_index={self.ignore_index!r} must be an integer.")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing={self.label_smoothing!r} must be between 0 and 1.")
         if self.logit_softcap is not None and not 0 < self.logit_softcap < math.inf:
             raise ValueError(f"logit_softcap={self.logit_softcap!r} must be positive and finite, or None for no cap.")
+        if not math.isfinite(self.logit_scale):
+            raise ValueError(f"logit_scale={self.logit_scale!r} must be finite.")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss={self.z_loss!r} must be finite and at least 0.")
 
     def counted(self, labels: Tensor) -> Tensor:
         """Return which labels count."""

@@ -316,6 +316,9 @@ def test_token_logprobs() -> None:
     [
         ({"label_smoothing": 1.5}, r"label_smoothing=1.5 must be between 0 and 1"),
         ({"logit_softcap": 0.0}, r"logit_softcap=0.0 must be positive"),
+        ({"logit_scale": float("nan")}, r"logit_scale=nan must be finite"),
+        ({"z_loss": -1.0}, r"z_loss=-1.0 must be finite and at least 0"),
+        ({"ignore_index": 1.5}, r"ignore_index=1.5 must be an integer"),
         ({"reduction": "max"}, r"reduction='max' must be"),
         ({"num_shards": 0}, r"num_shards=0 must be"),
         ({"reduction": "sum", "count": 3}, r"count=3 divides a mean"),
