@@ -23,7 +23,6 @@ from lt_tiled.offload.offloader import OffloadedTensor, Offloader
 from tests.interrupts import interrupted_at
 from tests.offload.faults import Fault, each_call, fail, nothing, nth_call
 from tests.offload.offloaders import disk, settle, unused, used, within_limit
-from tests.processes import LIMIT
 
 
 def right(offloader: Offloader, then: Callable[[], object] = lambda: None) -> bool:
@@ -165,9 +164,7 @@ class SlowWrites:
         return self.real(*args)
 
     def wait(self) -> None:
-        end = time.monotonic() + LIMIT
-        while self.running and time.monotonic() < end:
-            time.sleep(0.001)
+        within_limit(lambda: not self.running)
 
 
 def test_interrupted_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
