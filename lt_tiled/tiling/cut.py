@@ -20,8 +20,6 @@ from lt_tiled.policies import Tiling
 
 MIN_TILE_TOKENS = 1024
 """Below this many rows a matrix multiply is too thin to be efficient; ``num_shards="auto"`` never goes below it."""
-
-
 SUM_TOKENS = (8 / 3.35e12) / (8 / 400e12)
 """The tokens whose arithmetic takes an H100 as long as a gradient sum: for each element a tile reads and writes the
 float32 sum, 8 bytes at 3.35 TB/s, and for each that a token uses it takes 8 FLOPs at 400 TFLOP/s."""

@@ -316,10 +316,7 @@ class TiledPatch(Tiled, Patch):
         # A recompute records nothing, and must run as the forward pass did.
         if call.plan.output is None or has_users_hook(module) or is_recorded(call.function.inside):
             return False
-        for tensor in inputs:
-            if type(tensor) not in PLAIN_TENSORS and type(tensor) is not FakeTensor:
-                return False
-        return not any(tensor.is_inference() for tensor in inputs)
+        return all((type(t) in PLAIN_TENSORS or type(t) is FakeTensor) and not t.is_inference() for t in inputs)
 
 
 def _run_linear(module: nn.Module, below: Callable[..., Any], input: Tensor) -> Tensor:

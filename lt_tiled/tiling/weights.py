@@ -25,8 +25,6 @@ Place = tuple[nn.Module, str]
 """A module and the name of an attribute."""
 Weights = dict[Tensor, list[Place]]
 """Trainable tensors with all their places: a tied weight has several."""
-
-
 _USED: dict[object, int] = {}
 """The tiled modules that run, and the thread of each."""
 
