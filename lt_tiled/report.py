@@ -192,6 +192,8 @@ def advise_on_sums(tiled: Sequence[TiledModule], memory: int | None) -> list[str
 def _repeats_attention(block: nn.Module, patch: BlockPatch) -> bool:
     """Whether the recompute of a block repeated attention that takes at least about a fifth of its forward pass."""
     tokens, hidden_size = patch.longest
+    for part in get_patches(block, SharedBlock):
+        tokens *= part.sharing.size
     if patch.keep is not None or tokens < max(LONG * hidden_size, 1):
         return False
     return calls_attention(block) or any(mixes_tokens(name, part) for name, part in block.named_modules())

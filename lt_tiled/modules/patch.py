@@ -49,6 +49,7 @@ class Order(IntEnum):
     SEQUENCE = auto()  # ranks share the sequences of a model, or of its blocks
     POSITIONS = auto()  # masks and rotary tables of shared sequences are those of all tokens
     CHECKPOINT = auto()  # a block is recomputed in the backward pass, with all that follows
+    SHARED = auto()  # a block whose sequence ranks share, in its recompute as well
     CALLER = auto()  # a model notes whether its caller wants a loss or a key-value cache
     STATES = auto()  # layers with a state exchange tokens between ranks
     PARENT = auto()  # what is pending inside of a block is computed before the block returns

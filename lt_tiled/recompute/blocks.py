@@ -2,7 +2,8 @@
 
 NOTE [What a recompute finds]
 A block's recompute begins with what its forward pass began with: its tensor arguments, torch's random states, autocast,
-the default dtype, the kernels that attention may use, the ranks that share the sequence, and buffers of up to 1 MiB.
+the default dtype, the kernels that attention may use, variables of other packages (``carried``), and buffers of up to
+1 MiB.
 After it there is again what stood there before. Everything else that code reads is as it is then: where the recompute
 computes other values, the backward pass is refused (``compare.py``). Side effects in Python happen twice.
 
@@ -46,9 +47,8 @@ from lt_tiled.offload.tensors import movable, storage_key, view_key
 from lt_tiled.policies import ActivationCheckpointing
 from lt_tiled.recompute.buffers import Buffers
 from lt_tiled.recompute.keep import Chooses, Kept, keeps_attention
-from lt_tiled.recompute.mode import Precision, in_checkpoint, is_backward, is_transformed
+from lt_tiled.recompute.mode import Carried, Precision, in_checkpoint, is_backward, is_transformed
 from lt_tiled.recompute.saved import COMPARED, BlockHistory, BlockSamples
-from lt_tiled.sequence_parallel.region import current, entered
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,7 @@ class BlockPatch(Patch):
         # 2. What the recompute begins with.
         call = BlockCall(self, module, hidden)
         if hidden is not None:
-            tokens = hidden.shape[-2] if call.region is None else call.region.total
-            self.longest = max(self.longest, (tokens, hidden.shape[-1]))
+            self.longest = max(self.longest, (hidden.shape[-2], hidden.shape[-1]))
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def block(*given: Tensor) -> Any:
@@ -167,7 +166,7 @@ class BlockCall:
     """One forward pass of a block, and its recompute: see NOTE [What a recompute finds]. It holds no argument."""
 
     def __init__(self, patch: BlockPatch, module: nn.Module, hidden: Tensor | None) -> None:
-        self.region, self.ran = current(), False
+        self.carried, self.ran = Carried(), False
         device = torch.device("cpu") if hidden is None else hidden.device
         self.precision, self.buffers = Precision.now(device), Buffers(module.modules())
         self.samples = BlockSamples(patch.name, patch.raises, hidden, patch.history, self.buffers.ids)
@@ -181,10 +180,10 @@ class BlockCall:
         kept = nullcontext() if self.kept is None else self.kept.begun()
         if not self.ran:
             self.ran = True
-            with entered(self.region), kept, self.samples.forward():
+            with kept, self.samples.forward():
                 yield
         else:
-            with self.buffers.in_place(), self.precision.context(), entered(self.region), kept:
+            with self.buffers.in_place(), self.precision.context(), self.carried.context(), kept:
                 yield
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -134,6 +135,30 @@ class Precision:
     def disabled(self) -> AbstractContextManager[object]:
         """Disable autocast inside of these settings, if they enable it."""
         return nullcontext() if self.dtype is None else torch.autocast(self.kind, enabled=False)
+
+
+# Variables of other packages
+
+
+carried: list[ContextVar[Any]] = []
+"""The variables that a recompute finds as its forward pass found them. Other packages add theirs."""
+
+
+class Carried:
+    """The values of these variables where it was made."""
+
+    def __init__(self) -> None:
+        self.values = [(variable, variable.get()) for variable in carried]
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Set the variables to these values, which another thread may not have."""
+        tokens = [(variable, variable.set(value)) for variable, value in self.values]
+        try:
+            yield
+        finally:
+            for variable, token in tokens:
+                variable.reset(token)
 
 
 # Modes, hooks and transforms around

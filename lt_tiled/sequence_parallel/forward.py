@@ -50,9 +50,8 @@ class SharedPart(Patch):
         return self.sharing.mode is None
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (region := current()) is not None:
-            with entered(region):  # what recomputes the whole block may begin here
-                return self.inner(module, *args, **kwargs)
+        if current() is not None:
+            return self.inner(module, *args, **kwargs)
         call = Call(module, args, kwargs)
         for name in _OTHER_SEQUENCE:
             if call.arguments.get(name) is not None:
@@ -89,6 +88,19 @@ class SharedPart(Patch):
         regions = [alone, sharing.region(tokens, in_blocks=in_blocks, record=[])]
         check_shared(call.module, self.name, call.tokens.device, regions, run, blocks)
         self.checked = max(self.checked, tokens)
+
+
+class InBlock(Patch):
+    """On each block, below its activation checkpointing."""
+
+    order = Order.SHARED
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        region = current()
+        if region is None:
+            return self.inner(module, *args, **kwargs)
+        with region.in_block():
+            return self.inner(module, *args, **kwargs)
 
 
 class SharedBlock(SharedPart):

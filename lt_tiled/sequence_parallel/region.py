@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_tiled.recompute.mode import in_checkpoint
+from lt_tiled.recompute.mode import carried, in_checkpoint
 from lt_tiled.sequence_parallel.collectives import all_gather, group_mean, name_of
 
 
@@ -152,6 +152,16 @@ class Region:
                 " one, or name one module around them in SequenceParallel(targets=...)."
             )
 
+    @contextmanager
+    def in_block(self) -> Iterator[None]:
+        """Run a block, or its recompute: find attention in it, and what checkpoints inside of it."""
+        before, self._begun = self._begun, _saving()
+        try:
+            with nullcontext() if self.mode is None else self.mode:
+                yield
+        finally:
+            self._begun = before
+
     def check_recompute(self) -> None:
         """Raise ``RuntimeError`` if a checkpoint inside of a block would recompute attention outside of the region."""
         (hooks, grad), (now, on) = self._begun, _saving()
@@ -166,6 +176,7 @@ class Region:
 
 
 _current: ContextVar[Region | None] = ContextVar("region", default=None)
+carried.append(_current)
 
 
 def current() -> Region | None:
@@ -181,18 +192,12 @@ def _saving() -> tuple[Any, bool]:
 
 @contextmanager
 def entered(region: Region | None) -> Iterator[None]:
-    """Compute in a region, or with ``None`` outside of any. A recompute enters the region of its forward pass again."""
-    before, token, begun = current(), _current.set(region), None
-    mode = None if region is None or region is before else region.mode
-    if region is not None:
-        begun, region._begun = region._begun, _saving()
+    """Compute in a region, or with ``None`` outside of any."""
+    token = _current.set(region)
     try:
-        with nullcontext() if mode is None else mode:
-            yield
+        yield
     finally:
         _current.reset(token)
-        if region is not None and begun is not None:
-            region._begun = begun
 
 
 def gathered(x: Tensor, dim: int = 1) -> Tensor:

@@ -16,7 +16,7 @@ from lt_tiled.modules.patch import patch_until
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import AttentionMode, calls_attention, find_sinks, share_interface
 from lt_tiled.sequence_parallel.causal import DecoderPatch
-from lt_tiled.sequence_parallel.forward import SharedBlock
+from lt_tiled.sequence_parallel.forward import InBlock, SharedBlock
 from lt_tiled.sequence_parallel.groups import check_heads
 from lt_tiled.sequence_parallel.model import SharedModel
 from lt_tiled.sequence_parallel.positions import RotaryPatch, find_rotary
@@ -42,6 +42,7 @@ def share(sharing: Sharing, undo: ExitStack) -> None:
         patch_until(undo, module, MixerPatch(path, module))
     for path, block in blocks:
         patch_until(undo, block, SharedBlock(sharing, path, block is blocks[0][1], block is blocks[-1][1]))
+        patch_until(undo, block, InBlock())
     if not sharing.hand_written:
         share_interface([block for _, block in blocks], undo)
     roots = [block for _, block in blocks] if caller is None else [caller]
