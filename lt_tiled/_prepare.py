@@ -18,7 +18,7 @@ from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
 from lt_tiled.modules.cache import patch_models
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import has_class, walk
-from lt_tiled.modules.patch import get_patch, remove_patch
+from lt_tiled.modules.patch import get_patch, remove_patch, set_patch
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.policies import (
@@ -36,7 +36,6 @@ from lt_tiled.recompute.blocks import (
     BlockOffload,
     BlockPatch,
     find_checkpointable,
-    patch_block,
     turn_off_own_checkpointing,
 )
 from lt_tiled.recompute.keep import keeps_attention, policy_of
@@ -121,7 +120,7 @@ class Prepared(AbstractContextManager["Prepared"]):
                 name = f"{path} ({type(block).__name__})"
                 raises = activation_checkpointing is None or activation_checkpointing.compare == "raise"
                 patch = BlockPatch(name, offload, keep, block in call_torch, raises)
-                patch_block(block, patch)
+                set_patch(block, patch)
                 undo.callback(remove_patch, block, patch)
             if unpatched:
                 patch_models(model, undo)

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -41,11 +40,12 @@ from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import by_name, has_cache
 from lt_tiled.modules.find import find_named, walk_all
-from lt_tiled.modules.patch import Order, Patch, set_patch
+from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.offload.offloader import OffloadedTensor, Offloader
 from lt_tiled.offload.tensors import movable, storage_key, view_key
 from lt_tiled.policies import ActivationCheckpointing
 from lt_tiled.recompute.buffers import Buffers
+from lt_tiled.recompute.compare import describe
 from lt_tiled.recompute.keep import Chooses, Kept, keeps_attention
 from lt_tiled.recompute.mode import Carried, Precision, in_checkpoint, is_backward, is_transformed
 from lt_tiled.recompute.saved import COMPARED, BlockHistory, BlockSamples
@@ -167,6 +167,8 @@ class BlockCall:
 
     def __init__(self, patch: BlockPatch, module: nn.Module, hidden: Tensor | None) -> None:
         self.carried, self.ran = Carried(), False
+        # Torch ends a recompute by an exception, as soon as it has all that the forward pass saved.
+        self.stops_early = torch.utils.checkpoint._enable_checkpoint_early_stop is not False
         device = torch.device("cpu") if hidden is None else hidden.device
         self.precision, self.buffers = Precision.now(device), Buffers(module.modules())
         self.samples = BlockSamples(patch.name, patch.raises, hidden, patch.history, self.buffers.ids)
@@ -185,20 +187,8 @@ class BlockCall:
         else:
             with self.buffers.in_place(), self.precision.context(), self.carried.context(), kept:
                 yield
-
-
-def patch_block(module: nn.Module, patch: BlockPatch) -> None:
-    """Run the block with activation checkpointing.
-
-    Raises:
-        ValueError: If a weight of the block has no shape yet.
-    """
-    if any(is_lazy(weight) for weight in module.parameters()):
-        raise ValueError(
-            f"{type(module).__name__} has a lazy module without weights: run the model on a few tokens first, or leave"
-            " the block out of ActivationCheckpointing(targets=...)."
-        )
-    set_patch(module, patch)
+            if self.stops_early:
+                raise RuntimeError(f"{describe(self.samples.name, 'it saves fewer tensors')}.")
 
 
 def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> list[tuple[str, nn.Module]]:

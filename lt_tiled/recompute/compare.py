@@ -9,8 +9,9 @@ is not seen in them.
 
 NOTE [Rounding]
 A row differs if it is off by more than :data:`TOLERANCE` units in the last place of the least precise dtype, relative
-to the root mean square of all rows. A few rows may differ by anything, because kernels that sum in any order can send a
-token to another expert.
+to the root mean square of all rows. Where the recompute sums in another order, bfloat16 experts come to 4 units
+(``python -m benchmarks --only alarms``). A few rows may differ by anything, because kernels that sum in any order can
+send a token to another expert.
 
 NOTE [The verdict comes last]
 Autograd's engine runs callbacks in the order in which they were queued, and an exception in one skips those behind it,
@@ -36,7 +37,7 @@ FEW_ROWS = 64
 """The most rows of a weight."""
 FEW = 4
 """So many of them may differ."""
-TOLERANCE = 3.0
+TOLERANCE = 5.0
 EPS = {torch.float64: 2.0**-36, torch.float32: 2.0**-13, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-8}
 """One unit in the last place: of float32 with TF32 in mind, of float64 with sums in another order."""
 
@@ -131,18 +132,23 @@ class _Verdict:
                 _tell(found, raises)
 
 
+def describe(names: str, difference: str) -> str:
+    """Return an error about recomputes, without the last words."""
+    return (
+        f"The recompute of {names} computes other values than the forward pass ({difference}): something it reads"
+        " changed. Change it after backward()"
+    )
+
+
 def _tell(found: Sequence[tuple[Sample, int]], raises: bool) -> None:
     """Raise an error about the samples that differ, by so many rows, or warn."""
     shares: dict[str, float] = {}
     for sample, count in found:
         shares[sample.name] = max(shares.get(sample.name, 0.0), count / len(sample.before))
-    names = ", ".join(list(shares)[:3])
-    if len(shares) > 3:
-        names += f" and {len(shares) - 3} more"
-    message = (
-        f"The recompute of {names} computes other values than the forward pass ({max(shares.values()):.0%} of rows):"
-        f" something that it reads changed. Make the change after the backward pass, or {found[0][0].remedy}."
-    )
+    names = ", ".join(list(shares)[:2])
+    if len(shares) > 2:
+        names += f" and {len(shares) - 2} more"
+    message = f"{describe(names, f'{max(shares.values()):.1%} of rows')}, or {found[0][0].remedy}."
     if raises:
         raise RuntimeError(message)
     warn(message, once=message)

@@ -187,11 +187,13 @@ def hidden_from_checkpoints() -> Iterator[None]:
     """Hide what runs from selective activation checkpoints, which would keep it, and expect it in the recompute."""
     modes = _get_current_dispatch_mode_stack()
     others = [mode for mode in modes if type(mode).__module__ not in _SELECTIVE]
+    if len(others) == len(modes):
+        yield
+        return
     with ExitStack() as stack:
-        if len(others) < len(modes):
-            stack.enter_context(_disable_current_modes())
-            for mode in others:
-                stack.enter_context(mode)
+        stack.enter_context(_disable_current_modes())
+        for mode in others:
+            stack.enter_context(mode)
         yield
 
 

@@ -2,10 +2,11 @@
 
 NOTE [What a block saves]
 Of the tensors that a block saves these have a fingerprint: the last activation, which depends on what was computed
-before; the last one without a gradient that has a row for each token, such as a mask; the last small one, such as a
-factor; the last of the others, which mostly is the weight of the block's last projection; and one in turn, another one
-in each step, for what ends earlier, such as an expert. Kernels may write to a tensor after autograd saved it: RReLU to
-its noise, batch norm to its statistics. So a tensor is looked at when the next one is saved, and a vector at the end.
+before; the last one with heads, which attention saves, because the MLP of a parallel block does not depend on it;
+behind the last activation, or right before it, the last mask, the last small tensor, such as a factor, and the last of
+the others, such as the weight of the last projection; and one in turn, another one in each step, for what ends earlier,
+such as an expert. All are looked at when the forward pass ends, because kernels may write to a tensor after autograd
+saved it: RReLU to its noise, batch norm to its statistics.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.decorators import skip  # torch.compiler.disable costs a call of each function
 from torch.utils import checkpoint
 
-from lt_tiled.recompute.compare import EPS, FEW_ROWS, ROWS, VERDICT, Sample, fingerprint
+from lt_tiled.recompute.compare import EPS, FEW_ROWS, ROWS, VERDICT, Sample, describe, fingerprint
 from lt_tiled.recompute.mode import PLAIN_TENSORS, hidden_from_checkpoints, is_backward
+
+ENDS = ("mask", "small", "other")
+"""Kinds of tensors on which the last activation depends where they stand before it."""
 
 
 @dataclass
@@ -60,8 +65,8 @@ class BlockSamples:
         """Which of the tensors that can be compared has its turn."""
         self._saved = 0
         self._comparable = 0
-        self._in_turn: tuple[int, Tensor] | None = None
-        self._last: dict[str, tuple[int, Tensor]] = {}
+        self._dtypes = set[torch.dtype]()
+        self._chosen: dict[str, tuple[int, Tensor]] = {}
         """The place and the tensor of the last one of each kind."""
 
     @contextmanager
@@ -70,115 +75,101 @@ class BlockSamples:
         token = _samples.set(self)
         try:
             yield
-            if self._in_turn is not None:
-                self._last["in turn"] = self._in_turn
-            for place, tensor in self._last.values():
-                self._print(place, tensor)
+            with hidden_from_checkpoints():
+                end = self._chosen.get("activation", (0, None))[0] - 1
+                for kind, (place, tensor) in self._chosen.items():
+                    counts = kind not in ENDS or place >= end
+                    if counts and place not in self.prints and _has_values(tensor):
+                        self.prints[place] = self._fingerprint(tensor)
         finally:
             _samples.reset(token)
-            self._in_turn = None
-            self._last.clear()  # also if the step ended: torch's record of the block refers to this
+            self._chosen.clear()  # also if the step ended: torch's record of the block refers to this
+        self.eps = max((EPS.get(dtype, 0.0) for dtype in self._dtypes), default=0.0)
         self.history.turn += 1
         self.history.count = max(self._comparable, 1)
 
+    @skip
     def save(self, tensor: Tensor) -> _Saved:
-        """Look at a tensor, and return its metadata."""
-        if self._in_turn is not None and self._in_turn[1].dim() > 1:
-            self._print(*self._in_turn)
-            self._in_turn = None
+        """Choose a tensor or not, and return its metadata."""
         place = self._saved
         self._saved += 1
         kind = self._kind(tensor)
         if kind is not None:
-            self.eps = max(self.eps, EPS.get(tensor.dtype, 0.0))
-            self._last[kind] = (place, tensor)
+            self._dtypes.add(tensor.dtype)
+            self._chosen[kind] = (place, tensor)
             if self._comparable == self._mine:
-                self._in_turn = (place, tensor)
+                self._chosen["in turn"] = (place, tensor)
             self._comparable += 1
         return _Saved(tensor.shape, tensor.dtype, place, self)
 
+    @skip
     def _kind(self, tensor: Tensor) -> str | None:
         """Return the kind of a tensor, if it can be compared."""
-        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
+        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or id(tensor) in self.buffers:
             return None
         shape, is_float = tensor.shape, tensor.dtype in EPS
-        if not (is_float or tensor.dtype == torch.bool) or id(tensor) in self.buffers:
+        if not is_float and tensor.dtype is not torch.bool:
             return None
         # A weight has as many rows by chance. Without a gradient is a mask, and all that compiled code saves.
         if is_float and len(shape) > 1 and shape[-2] in self.tokens and not _is_weight(tensor):
-            return "activation" if tensor.requires_grad else "tokens"
+            if tensor.requires_grad:
+                return "heads" if len(shape) == 4 else "activation"
+            return "mask"
         # Attention's sums of exponentials may have padding that nobody fills.
         if self.tokens and len(shape) == 3 and 0 < shape[-1] - self.tokens[0] < 32:
             return None
         return "small" if tensor.numel() <= ROWS else "other"
 
-    def _print(self, place: int, tensor: Tensor) -> None:
-        if place not in self.prints:
-            made = self._fingerprint(tensor)
-            if made is not None:
-                self.prints[place] = made
+    def _fingerprint(self, tensor: Tensor) -> Tensor:
+        all_of_it = tensor.numel() <= ROWS or tensor.shape[-2:-1].numel() in self.tokens
+        return fingerprint(tensor, ROWS if all_of_it else FEW_ROWS)
 
-    def _fingerprint(self, tensor: Tensor) -> Tensor | None:
-        if tensor.numel() == 0 or tensor.is_meta or tensor.untyped_storage().nbytes() == 0:
-            return None  # of a weight that its engine has released
-        with hidden_from_checkpoints(), torch.no_grad():
-            all_of_it = tensor.numel() <= ROWS or tensor.shape[-2:-1].numel() in self.tokens
-            return fingerprint(tensor, ROWS if all_of_it else FEW_ROWS)
-
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
     def compare(self, place: int, tensor: Tensor) -> None:
         """Compare a tensor of the recompute at the end of the backward pass."""
-        before = self.prints.get(place)
-        if before is None or not is_backward():
-            return
-        now = self._fingerprint(tensor)
-        if now is not None:
+        if _has_values(tensor) and is_backward():
+            with hidden_from_checkpoints():
+                now = self._fingerprint(tensor)
             remedy = "name other blocks in ActivationCheckpointing"
-            VERDICT.add(Sample(self.name, remedy, self.eps, before, now, self.raises))
+            VERDICT.add(Sample(self.name, remedy, self.eps, self.prints[place], now, self.raises))
 
 
 _samples: ContextVar[BlockSamples | None] = ContextVar("samples", default=None)
 
 
 class _Saved(NamedTuple):
-    """The metadata of a tensor that the forward pass saves."""
+    """The metadata of a tensor that the forward pass saves. Torch asks whether it is unequal to what is recomputed."""
 
     shape: torch.Size
     dtype: torch.dtype
     place: int
     samples: BlockSamples
 
-    def __repr__(self) -> str:
-        return f"{list(self.shape)} {self.dtype}"
-
-
-class _Recomputed:
-    """That of a tensor of the recompute. Torch asks whether the metadata of the forward pass is unequal to it."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __ne__(self, saved: object) -> bool:
-        if not isinstance(saved, _Saved):
-            return True
-        if (self.tensor.shape, self.tensor.dtype) != saved[:2]:
-            raise RuntimeError(
-                f"The recompute of {saved.samples.name} computes other values than the forward pass ({self!r}, not"
-                f" {saved!r}): something that it reads changed. Make the change after the backward pass."
-            )
-        saved.samples.compare(saved.place, self.tensor)
+    @skip
+    def __ne__(self, recomputed: object) -> bool:
+        assert isinstance(recomputed, Tensor)
+        if recomputed.shape != self.shape or recomputed.dtype != self.dtype:
+            difference = f"{_describe(recomputed)}, not {_describe(self)}"
+            raise RuntimeError(f"{describe(self.samples.name, difference)}.")
+        if self.place in self.samples.prints:
+            self.samples.compare(self.place, recomputed)
         return False
 
-    def __repr__(self) -> str:
-        return f"{list(self.tensor.shape)} {self.tensor.dtype}"
+
+def _describe(tensor: Tensor | _Saved) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype}"
 
 
+def _has_values(tensor: Tensor) -> bool:
+    """Return False for an empty tensor, one of a simulation, and a weight that its engine has released."""
+    return tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() > 0
+
+
+@skip
 def _is_weight(tensor: Tensor) -> bool:
     """Whether a tensor is a weight, a view of one, or of its cast under autocast."""
     base = tensor if tensor._base is None else tensor._base
-    if isinstance(base, nn.Parameter):
+    if issubclass(type(base), nn.Parameter):  # the check of an instance runs Python code
         return True
     if tensor.dim() > 2:
         return False
@@ -188,10 +179,10 @@ def _is_weight(tensor: Tensor) -> bool:
     return len(following) == 1 and isinstance(getattr(following[0][0], "variable", None), nn.Parameter)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
+@skip
 def _metadata(tensor: Tensor) -> Any:
     samples = _samples.get()
-    return _Recomputed(tensor) if samples is None else samples.save(tensor)
+    return tensor if samples is None else samples.save(tensor)
 
 
 COMPARED = "lt_tiled"

@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import tile
-from lt_tiled.recompute.blocks import BlockPatch, patch_block
+from lt_tiled.modules.patch import set_patch
+from lt_tiled.recompute.blocks import BlockPatch
 from tests.property.parts import MODULES, OTHER_MODULES, OTHERS, POSITION_WISE, H, build
 
 Values = dict[str, Any]
@@ -398,7 +399,7 @@ def run(case: Case, tiled: bool) -> Values:
     if tiled:
         tile(module, num_shards=case.tiles)
         if case.checkpointed:
-            patch_block(module, BlockPatch("block"))
+            set_patch(module, BlockPatch("block"))
     BEFORE[case.before](case)(module)
     call = AROUND[case.around](module)
     if isinstance(call, Composed):

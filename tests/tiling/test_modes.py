@@ -179,10 +179,3 @@ def test_a_scripted_part() -> None:
     m.up = torch.jit.script(m.up)  # type: ignore[no-untyped-call]
     with pytest.raises(ValueError, match="GatedMLP cannot be tiled: up is a RecursiveScriptModule"):
         tile(m)
-
-
-def test_lazy_weights() -> None:
-    """A block whose weights have no shape yet is refused with the remedy."""
-    model = nn.Sequential(nn.Sequential(nn.LazyLinear(H), nn.GELU()))
-    with pytest.raises(ValueError, match="Sequential has a lazy module without weights: run the model on"):
-        prepare(model, tiling=False, activation_checkpointing=ActivationCheckpointing(targets=["0"]))
