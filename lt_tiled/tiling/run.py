@@ -247,8 +247,10 @@ class Recompute:
             elif last.made(output):
                 with uncast:  # as the untiled backward pass
                     roots = last.roots(gradients[0])
-            elif self.samples is not None:
-                self.samples.tiles.clear()  # which is refused
+            elif self.trace.samples is not None and self.samples is not None:
+                # Refused at the end, also with compare="warn": what the projection left out has no gradient.
+                self.samples.tiles.clear()
+                self.trace.samples.raises = True
             del output
             # 4. Gradients go to the leaves.
             if not roots:

@@ -8,13 +8,13 @@ import contextlib
 import copy
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lt_tiled import tile, untile
+from lt_tiled import Tiling, prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.patch import TiledPatch
 from tests.models import WIDE, Coded, GatedMLP, H, PlainMLP
@@ -188,13 +188,18 @@ def test_a_value_that_is_seen_is_computed(code: Callable[..., Tensor]) -> None:
     assert last == [None if code is hooked else m.down]
 
 
-def test_a_hook_that_comes_later_is_refused() -> None:
-    """A hook on the output that the first call did not show, and that the recompute would lose, is refused."""
+@pytest.mark.parametrize("compare", ["raise", "warn"])
+def test_a_hook_that_comes_later_is_refused(compare: Literal["raise", "warn"]) -> None:
+    """A hook on the output that the first call did not show, and that the recompute would lose, is refused. It has no
+    gradients to go on with.
+    """
     m, x = Coded(hooked), randn(1, 40, H)
     m.hooks = False
-    gradients(tile(m, num_shards=4), x)
+    model = nn.ModuleList([m])
+    prepare(model, tiling=Tiling(4, targets=["Coded"], compare=compare))
+    gradients(m, x)
     m.hooks = True
-    with pytest.raises(RuntimeError, match="Coded computes other values"):
+    with pytest.raises(RuntimeError, match=r"0 \(Coded\) computes other values"):
         gradients(m, x)
 
 
