@@ -29,10 +29,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # torch names them in no public module
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from lt_tiled.recompute.mode import RandomState, version_of
@@ -74,8 +73,6 @@ class Kept(TorchDispatchMode):
         """By the operator and the number of its call."""
         self.stands = False
         """Whether the mode is on."""
-        self._places: dict[StorageWeakRef, Any] = {}
-        """Of outputs in memory."""
         self._recorded = False
         self._calls = Counter[Any]()
 
@@ -118,7 +115,6 @@ class Kept(TorchDispatchMode):
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
         if schema is not None and (schema.is_mutable or getattr(func, "is_view", False) or "empty" in schema.name):
-            self._forget_changed(schema, args, kwargs)
             return func(*args, **kwargs)
         place = (func, self._calls[func])
         self._calls[func] += 1
@@ -131,18 +127,7 @@ class Kept(TorchDispatchMode):
         if _saves(self.chooses(context, func, *args, **kwargs), func):
             draws = schema is None or func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
             self.values[place] = self._pack(output, draws)
-            for tensor in _plain(output):
-                self._places[StorageWeakRef(tensor.untyped_storage())] = place
         return output
-
-    def _forget_changed(self, schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Forget kept outputs that an operator changes in place: the recompute runs their operators again."""
-        for index, argument in enumerate(schema.arguments if self._places else ()):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                changed = args[index] if index < len(args) else kwargs.get(argument.name)
-                for tensor in _plain(changed):
-                    place = self._places.get(StorageWeakRef(tensor.untyped_storage()))
-                    self.values.pop(place, None)
 
     def _pack(self, output: Any, draws: bool) -> KeptOutput:
         leaves, form = tree_flatten(output)
@@ -172,10 +157,6 @@ class Kept(TorchDispatchMode):
                 )
             leaves.append((leaf if self.store is None else self.store.unpack(leaf)).detach())
         return tree_unflatten(leaves, kept.form)
-
-
-def _plain(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and type(leaf).__name__ != "DTensor"]
 
 
 _kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
