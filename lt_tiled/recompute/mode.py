@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.backends import cuda as sdpa  # its settings are for all devices
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel  # no public name reads them
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -67,24 +66,6 @@ def random_state_kept(device: torch.device, start: RandomState | None = None) ->
 # Precision and kernels
 
 
-def _kernels() -> tuple[bool, ...]:
-    """Return which kernels of ``F.scaled_dot_product_attention`` are enabled."""
-    return (
-        sdpa.flash_sdp_enabled(),
-        sdpa.mem_efficient_sdp_enabled(),
-        sdpa.math_sdp_enabled(),
-        sdpa.cudnn_sdp_enabled(),
-    )
-
-
-_KERNELS = (
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-    SDPBackend.CUDNN_ATTENTION,
-)
-
-
 @dataclass(frozen=True)
 class Precision:
     """Torch's default dtype, ``torch.autocast`` for a device and the CPU, and the kernels that attention may use."""
@@ -94,7 +75,7 @@ class Precision:
     cache: bool
     settings: tuple[tuple[str, bool, torch.dtype], ...]
     """Kind of device, whether autocast is enabled, its dtype. Devices without autocast have none."""
-    kernels: tuple[bool, ...]
+    kernels: tuple[SDPBackend, ...]
     """Those that ``torch.nn.attention.sdpa_kernel`` enables."""
 
     @classmethod
@@ -105,7 +86,8 @@ class Precision:
             if torch.amp.is_autocast_available(kind):
                 settings.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
         cache = torch.is_autocast_cache_enabled()
-        return cls(device.type, torch.get_default_dtype(), cache, tuple(settings), _kernels())
+        kernels = tuple(_cur_sdpa_kernel_backends())
+        return cls(device.type, torch.get_default_dtype(), cache, tuple(settings), kernels)
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
@@ -123,9 +105,8 @@ class Precision:
             for kind, enabled, dtype in self.settings:
                 if (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) != (enabled, dtype):
                     stack.enter_context(torch.autocast(kind, dtype, enabled, self.cache))
-            if self.kernels != _kernels():
-                enabled_now = [kernel for kernel, enabled in zip(_KERNELS, self.kernels, strict=True) if enabled]
-                stack.enter_context(sdpa_kernel(enabled_now))
+            if self.kernels != tuple(_cur_sdpa_kernel_backends()):
+                stack.enter_context(sdpa_kernel(list(self.kernels)))
             torch.set_default_dtype(self.default)
             try:
                 yield
