@@ -70,7 +70,7 @@ def test_registered_names(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_policy_function(capsys: pytest.CaptureFixture[str]) -> None:
     """A policy may be the path of a function, and is saved as it was given."""
-    function = "tests.test_selective.everything"
+    function = "tests.recompute.test_keep.everything"
     whole = config(capsys, *STRATEGY, f"--trainer.strategy.activation_checkpointing.keep={function}")
     assert whole["trainer"]["strategy"]["init_args"]["activation_checkpointing"]["keep"] == function
 

@@ -104,7 +104,7 @@ def test_dropout_is_replayed(device: str) -> None:
 
 
 def test_only_block_inputs_are_kept() -> None:
-    """Between forward and backward a checkpointed model holds one hidden state per block and three fingerprints of what
+    """Between forward and backward a checkpointed model holds one hidden state per block and four fingerprints of what
     the block saves, not the blocks' insides.
     """
     model = nn.Sequential(*(Block() for _ in range(4)))
@@ -114,7 +114,7 @@ def test_only_block_inputs_are_kept() -> None:
         held = meter.now
     assert y.requires_grad
     inputs = 4 * x.nbytes  # three between the blocks, and the output
-    assert inputs < held < inputs + 4 * 3 * 4 * 512
+    assert inputs < held < inputs + 4 * 4 * 4 * 512
 
 
 def test_tensors_in_keywords_and_containers_are_packed() -> None:
@@ -205,10 +205,10 @@ def test_the_cache_is_left_out_in_training(build: Callable[[], Any]) -> None:
             assert model(input_ids=IDS).past_key_values is None
 
 
-@pytest.mark.parametrize("case", ["filled", "asked for", "own", "copied", "rebuilt"])
+@pytest.mark.parametrize("case", ["filled", "asked for", "own"])
 def test_gradients_through_a_cache(case: str) -> None:
-    """A cache that was filled before, that the caller asks for or passes in, or copies, gives the gradients without
-    activation checkpointing, as in prefix tuning and truncated backpropagation through time.
+    """A cache that was filled before, that the caller asks for or passes in, gives the gradients without activation
+    checkpointing, as in prefix tuning and truncated backpropagation through time.
     """
     torch.manual_seed(0)
     model = tiny_llama().double()
@@ -219,12 +219,8 @@ def test_gradients_through_a_cache(case: str) -> None:
         if case == "filled":
             return model(input_ids=IDS[:, 8:16], past_key_values=DynamicCache(prefix), labels=IDS[:, 8:16]).loss
         first = model(input_ids=IDS[:, :8], past_key_values=DynamicCache() if case == "own" else None, use_cache=True)
-        cache = first.past_key_values
-        if case == "copied":
-            cache = copy.copy(cache)
-        elif case == "rebuilt":
-            cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
-        loss = model(input_ids=IDS[:, 8:16], past_key_values=cache, labels=IDS[:, 8:16], use_cache=True).loss
+        later = {"input_ids": IDS[:, 8:16], "labels": IDS[:, 8:16], "past_key_values": first.past_key_values}
+        loss = model(**later, use_cache=True).loss
         return loss + first.logits.square().mean()
 
     true = gradients(model, IDS, call=call)
@@ -267,22 +263,6 @@ def test_a_recurrent_cache_in_evaluation(gradients_on: bool) -> None:
         assert torch.allclose(model(IDS[:, :8]).logits, true)
 
 
-class Looped(nn.Module):
-    """Runs one layer twice with the cache of the call, as looped transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = tiny_llama()
-        self.net.model.layers[1] = self.net.model.layers[0]
-
-
-def test_a_layer_that_runs_twice_in_a_call() -> None:
-    """A layer that runs twice in a call, and would be given its cache twice, trains without one."""
-    model = Looped().net
-    with prepare(model, activation_checkpointing=True):
-        model(input_ids=IDS[:, :8], labels=IDS[:, :8]).loss.backward()
-
-
 class Makes(Block):
     """A block that makes tensors."""
 
@@ -298,17 +278,16 @@ class DefaultDtype(LitTiny):
         self.net.blocks = nn.ModuleList([Makes(), Makes()])
 
 
-@pytest.mark.parametrize(
-    "policies", [{"activation_checkpointing": True, "tiling": None}, {"activation_checkpointing": True, "tiling": 4}]
-)
+@pytest.mark.parametrize("tiling", [None, 4])
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
-def test_the_default_dtype_of_the_recompute(precision: Any, policies: dict[str, Any]) -> None:
+def test_the_default_dtype_of_the_recompute(precision: Any, tiling: int | None) -> None:
     """Under ``64-true`` and ``bf16-true`` a block that makes tensors of the default dtype trains as without
     checkpointing: bit for bit if it is not tiled.
     """
     weights = []
-    for options in ({"activation_checkpointing": None, "tiling": policies["tiling"]}, policies):
-        run = trainer(TiledSingleDeviceStrategy(**options), precision=precision, max_steps=2, limit_val_batches=0)
+    for checkpointed in (None, True):
+        strategy = TiledSingleDeviceStrategy(activation_checkpointing=checkpointed, tiling=tiling)
+        run = trainer(strategy, precision=precision, max_steps=2, limit_val_batches=0)
         run.fit(model := DefaultDtype())
         weights.append([p.detach() for p in model.parameters()])
     assert {w.dtype for w in weights[1]} == {torch.float64 if precision == "64-true" else torch.bfloat16}
