@@ -48,16 +48,6 @@ def hooked(register: str, name: str, **options: bool) -> Callable[[], Any]:
     return check
 
 
-def keeps_graph() -> bool:
-    seen: list[bool] = []
-    x = torch.ones(1, requires_grad=True)
-    y = x * 2
-    x.register_hook(lambda _: seen.append(torch._C._autograd._get_current_graph_task_keep_graph()))
-    y.backward(retain_graph=True)
-    y.backward()
-    return seen == [True, False]
-
-
 def checkpoint_hook() -> bool:
     """Whether the hooks of torch's checkpoint can be told from others by their names."""
     names: list[str] = []
@@ -123,16 +113,16 @@ IN_TORCH = {
     "_BatchNorm": "nn.modules.batchnorm",
     "_C": "",
     "_ConvNd": "nn.modules.conv",
-    "_functorch": "_C",
     "_NormBase": "nn.modules.batchnorm",
     "_autograd": "_C",
     "_base": "Tensor",
+    "_cur_sdpa_kernel_backends": "nn.attention",
     "_current_autograd_node": "_C",
     "_current_graph_task_id": "_C",
     "_cache_enabled": "nn.utils.parametrize",
     "_current_level": "autograd.forward_ad",
     "_disable_current_modes": "utils._python_dispatch",
-    "_disabled_torch_function_impl": "_C",
+    "_enable_checkpoint_early_stop": "utils.checkpoint",
     "_engine_run_backward": "autograd.graph",
     "_get_current_dispatch_mode_stack": "utils._python_dispatch",
     "_get_sequence_nr": "_C._autograd",
@@ -168,11 +158,8 @@ SET_BY: dict[str, type] = {
 """The classes that set or define the names, which a subclass here reads, sets or overrides."""
 
 WRITTEN_IN = {
-    "_can_checkpoint_with_cache": "transformers.modeling_layers",
     "_is_accelerate_prepared": "accelerate.accelerator",
     "_z3_leaf": "deepspeed.utils.z3_leaf_module",
-    "_external_params": "deepspeed.runtime.zero.partition_parameters",
-    "_original_parameters": "deepspeed.runtime.zero.parameter_offload",
     "__compatible_ops__": "deepspeed.ops",
     "eager_attention_forward": "transformers.models.llama.modeling_llama",
 }
@@ -189,13 +176,8 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_i_will_not_complain_if_bc_breaks_InstructionTranslator": backend_of_the_caller,
     "_ff_block": lambda: all(hasattr(c, "_ff_block") for c in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)),
     "_forward_hooks": hooked("register_forward_hook", "_forward_hooks"),
-    "_forward_hooks_with_kwargs": hooked("register_forward_hook", "_forward_hooks_with_kwargs", with_kwargs=True),
     "_forward_pre_hooks": hooked("register_forward_pre_hook", "_forward_pre_hooks"),
-    "_forward_pre_hooks_with_kwargs": hooked(
-        "register_forward_pre_hook", "_forward_pre_hooks_with_kwargs", with_kwargs=True
-    ),
     "_fsdp_wrapped_module": lambda: torch.distributed.fsdp._common_utils.FSDP_WRAPPED_MODULE == "_fsdp_wrapped_module",
-    "_fsdp_flattened": lambda: torch.distributed.fsdp._common_utils.FSDP_FLATTENED == "_fsdp_flattened",
     "_modules": lambda: set(nn.Sequential(nn.Linear(1, 1))._modules) == {"0"},
     "_orig_mod": lambda: (m := nn.Linear(1, 1)) is torch.compile(m)._modules["_orig_mod"],
     "_overloadpacket": lambda: torch.ops.aten.mm.default._overloadpacket is torch.ops.aten.mm,
@@ -204,7 +186,6 @@ CANARIES: dict[str, Callable[[], Any]] = {
     "_sequence_nr": lambda: (torch.ones(1, requires_grad=True) * 2).grad_fn._sequence_nr,
     "_checkpoint_hook": checkpoint_hook,
     "_recomputation_hook": checkpoint_hook,
-    "_get_current_graph_task_keep_graph": keeps_graph,
     # Lightning
     "_batches_that_stepped": lambda: trainer().fit_loop.epoch_loop._batches_that_stepped == 0,
     "_combined_loader": lambda: hasattr(trainer().fit_loop, "_combined_loader"),
