@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ class PeakMemory:
     """Reads the peak memory since the last :meth:`reset`.
 
     On an accelerator this is what its allocator counts, such as ``torch.cuda.max_memory_allocated``. On a CPU it is the
-    resident memory of the process: ``VmHWM`` on Linux, which can be reset, and elsewhere the peak since its start.
+    resident memory of the process: ``VmHWM``, which can be reset, or where ``/proc`` lacks it the peak since its start.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +39,7 @@ class PeakMemory:
         try:
             return 1024 * _figure(_STATUS, "VmHWM:")
         except (OSError, KeyError):
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def describe(self, peak: int) -> str:
         """Return a peak as text, with what it measures."""
@@ -51,14 +50,6 @@ class PeakMemory:
 def provides(device: torch.device, name: str) -> bool:
     """Return whether torch's module for this type of device has a function. Some, such as ``meta``, have no module."""
     return hasattr(getattr(torch, device.type, None), name)
-
-
-def total_memory(device: torch.device) -> int | None:
-    """Return the bytes of memory of an accelerator, or ``None`` where its module does not tell them."""
-    if not provides(device, "mem_get_info"):
-        return None
-    _, total = torch.get_device_module(device).mem_get_info(device)
-    return int(total)
 
 
 def gib(nbytes: float) -> str:

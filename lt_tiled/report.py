@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from lt_tiled.loss.transformers import HeadPatch
-from lt_tiled.memory import gib, total_memory
-from lt_tiled.modules.feed_forward import mixes_tokens
+from lt_tiled.memory import gib
 from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.recompute.blocks import BlockPatch
-from lt_tiled.sequence_parallel.attention import calls_attention
 from lt_tiled.sequence_parallel.forward import SharedBlock
-from lt_tiled.sequence_parallel.sharing import Sharing
-from lt_tiled.tiling.patch import TiledPatch
-from lt_tiled.tiling.weights import sum_dtype
+from lt_tiled.tiling.patch import tiled_patches
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-LONG = 4
-"""A sequence is long if it has so many times more tokens than the hidden size."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +33,6 @@ class TiledModule:
     kind: str
     tokens: int
     tiles: int
-    sums: int = 0
-    """Bytes of the gradient sums of a mixture of experts, which each of its tiles reads and writes; 0 for others."""
-    saves: int = 0
-    """How many of these bytes ``accumulate="param"`` saves."""
 
 
 @dataclass(frozen=True)
@@ -53,20 +41,6 @@ class RecomputedBlock:
 
     path: str
     kind: str
-    by_model: bool = False
-    """Whether the model's own activation checkpointing recomputed it in a call so far, and lt_tiled left it to that."""
-    repeats_attention: bool = False
-    """Whether its recompute repeated attention to so many tokens that ``keep`` would save a good part of a step."""
-
-
-@dataclass(frozen=True)
-class SharedSequences:
-    """A model whose sequences several ranks share, with its first and its last block."""
-
-    owner: str
-    first: str
-    last: str
-    ranks: int
 
 
 @dataclass(frozen=True)
@@ -81,126 +55,84 @@ class Report:
     """Norms that ``targets="auto"`` found apart from MLPs."""
     offloaded: OffloadStats | None = None
     """What was offloaded so far, if anything is."""
-    shared: tuple[SharedSequences, ...] = ()
-    """The models whose sequences several ranks share."""
-    memory: int | None = None
-    """The bytes of memory of the device, if there are experts and it is an accelerator."""
+    shared: tuple[tuple[str, int], ...] = ()
+    """The models whose sequences several ranks share, and the number of these ranks."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Report:
         """Return the report of a model."""
+        # 1. Modules that run in tiles.
         tiled: list[TiledModule] = []
         norms: list[TiledModule] = []
-        blocks, losses, offloaded, memory = [], [], None, None
-        chains: dict[Sharing, list[str]] = {}
+        for path, _, patch in tiled_patches(model):
+            if not patch.untiled:
+                method = "" if patch.method == "forward" else f".{patch.method}"
+                path_of_method = (path + method).lstrip(".")
+                row = TiledModule(path_of_method, patch.spec.kind, patch.largest.tokens, patch.largest.tiles)
+                (norms if patch.spec.is_lone_norm else tiled).append(row)
+        # 2. Losses, blocks, and what is known of all blocks together.
+        losses: list[TiledModule] = []
+        blocks: list[RecomputedBlock] = []
+        offloaded: OffloadStats | None = None
+        shared: dict[str, int] = {}
         for path, module in walk_all(model):
-            for patch in get_patches(module, TiledPatch):
-                if patch.is_leader and not patch.untiled:
-                    spec, method = patch.spec, "" if patch.method == "forward" else f".{patch.method}"
-                    sums, saves = _sums_of(module, patch)
-                    largest = patch.largest
-                    path_of_method = (path + method).lstrip(".")
-                    row = TiledModule(path_of_method, spec.kind, largest.tokens, largest.tiles, sums, saves)
-                    (norms if spec.is_lone_norm else tiled).append(row)
-                    memory = total_memory(next(module.parameters()).device) if sums else memory
             if (head := get_patch(module, HeadPatch)) is not None and head.called is not False:
                 losses.append(TiledModule(path, head.name, head.largest.tokens, head.largest.tiles))
             if (block := get_patch(module, BlockPatch)) is not None:
-                repeats = _repeats_attention(module, block)
-                blocks.append(RecomputedBlock(path, type(module).__name__, block.by_others, repeats))
+                blocks.append(RecomputedBlock(path, type(module).__name__))
                 if block.offload is not None:
                     offloaded = block.offload.offloader.stats
             for part in get_patches(module, SharedBlock):
-                chains.setdefault(part.sharing, []).append(path)
-        shared = tuple(SharedSequences(s.owner, paths[0], paths[-1], s.size) for s, paths in chains.items())
-        return cls(tuple(tiled), tuple(blocks), tuple(losses), tuple(norms), offloaded, shared, memory)
+                shared[part.sharing.owner] = part.sharing.size
+        return cls(tuple(tiled), tuple(blocks), tuple(losses), tuple(norms), offloaded, tuple(shared.items()))
 
     def summary(self) -> str:
         """Return one line with the number of modules of each class."""
         parts = []
         for what, rows in (
-            ("tiles", (*self.tiled, *self.norms)),
+            ("tiles", self.tiled + self.norms),
             ("tiles the loss of", self.losses),
             ("applies activation checkpointing to", self.blocks),
         ):
             if kinds := Counter(row.kind for row in rows):
                 parts.append(f"{what} {', '.join(f'{count} x {kind}' for kind, count in kinds.items())}")
-        parts += [f"shares the sequences of {row.owner} between {row.ranks} ranks" for row in self.shared]
+        parts += [f"shares the sequences of {owner} between {ranks} ranks" for owner, ranks in self.shared]
         return "lt_tiled " + (" and ".join(parts) or "changes nothing in the model")
 
-    def table(self, peak: str | None = None, steps: int = 0, seconds: float | None = None) -> Table:
+    def table(self, peak: str | None = None, steps: int = 0) -> Table:
         """Return a table with one row for modules that are alike.
 
         Args:
             peak: The peak memory of a step, as text.
             steps: The number of steps in the offload figures.
-            seconds: The duration of these steps.
         """
         from rich.table import Table  # offline images may lack it
 
+        # 1. Above the rows their names, below them the figures of a step.
         lines = [f"peak memory of a step: {peak}"] if peak else []
-        lines += describe_offload(self.offloaded, steps, seconds) if self.offloaded is not None else []
-        lines += advise_on_sums(self.tiled, self.memory)
-        if any(row.repeats_attention for row in self.blocks):
-            lines.append(
-                "attention runs twice on long sequences: ActivationCheckpointing(keep='attention') runs it once"
-                " and keeps one tensor of the size of the hidden states per block"
-            )
-        table = Table(title="lt_tiled", caption="\n".join(lines) or None, caption_justify="left")
-        table.add_column("what", no_wrap=True)
-        table.add_column("modules", no_wrap=True)
-        table.add_column("where", overflow="fold")
-        table.add_column("tokens", justify="right", no_wrap=True)
-        table.add_column("tiles", justify="right", no_wrap=True)
-        for what, rows in (("tiled", (*self.tiled, *self.norms)), ("tiled loss", self.losses)):
-            alike = Counter((pattern(row.path), row.kind, row.tokens, row.tiles) for row in rows)
-            for (path, kind, tokens, tiles), count in alike.items():
-                calls = (str(tokens), str(tiles)) if tokens else ("-", "never tiled")
-                table.add_row(what, f"{count} x {kind}", path, *calls)
-        same = Counter((pattern(row.path), row.kind, row.by_model) for row in self.blocks)
-        for (path, kind, by_model), count in same.items():
-            by_whom = "by the model itself" if by_model else ""
-            table.add_row("activation checkpointing", f"{count} x {kind}", path, by_whom, "")
-        for row in self.shared:
-            table.add_row("sequence parallelism", f"{row.ranks} ranks", f"{row.first} to {row.last}", "", "")
+        lines += describe_offload(self.offloaded, steps) if self.offloaded is not None else []
+        columns = ("what", "modules", "where", "tokens", "tiles")
+        table = Table(*columns, title="lt_tiled", caption="\n".join(lines) or None, caption_justify="left")
+        # 2. Rows of modules, each with the number of those that are alike.
+        alike: Counter[tuple[str, str, str, str, str]] = Counter()
+        for what, rows in (("tiled", self.tiled + self.norms), ("tiled loss", self.losses)):
+            for row in rows:
+                tokens, tiles = (str(row.tokens), str(row.tiles)) if row.tokens else ("-", "never tiled")
+                alike[what, row.kind, pattern(row.path), tokens, tiles] += 1
+        for block in self.blocks:
+            alike["activation checkpointing", block.kind, pattern(block.path), "", ""] += 1
+        for (what, kind, path, tokens, tiles), count in alike.items():
+            table.add_row(what, f"{count} x {kind}", path, tokens, tiles)
+        # 3. Rows of models.
+        for owner, ranks in self.shared:
+            table.add_row("sequence parallelism", f"{ranks} ranks", owner)
         if not table.rows:
             table.add_row("nothing")
         return table
 
 
-def _sums_of(module: nn.Module, patch: TiledPatch) -> tuple[int, int]:
-    """Return the bytes of the gradient sums of a mixture of experts, and how many ``accumulate="param"`` saves."""
-    sizes, weight = patch.spec.sizes, next(module.parameters(), None)  # FSDP keeps flat weights elsewhere
-    if sizes is None or sizes.summed <= sizes.used or weight is None:
-        return 0, 0
-    dtype = weight.dtype
-    nbytes = sizes.summed * sum_dtype(dtype, patch.tiling.accumulate).itemsize
-    return nbytes, nbytes - sizes.summed * sum_dtype(dtype, "param").itemsize
-
-
-def advise_on_sums(tiled: Sequence[TiledModule], memory: int | None) -> list[str]:
-    """Return a line that recommends ``accumulate="param"``, if one layer's sums take over a tenth of the memory."""
-    largest = max((row for row in tiled if row.saves), key=lambda row: row.sums, default=None)
-    if memory is None or largest is None or 10 * largest.sums <= memory:
-        return []
-    return [
-        f"the gradient sums of one {largest.kind} take {gib(largest.sums)}, more than a tenth of {gib(memory)}:"
-        f" Tiling(accumulate='param') saves {gib(largest.saves)} of them and rounds after each tile"
-    ]
-
-
-def _repeats_attention(block: nn.Module, patch: BlockPatch) -> bool:
-    """Whether the recompute of a block repeated attention that takes at least about a fifth of its forward pass."""
-    tokens, hidden_size = patch.longest
-    for part in get_patches(block, SharedBlock):
-        tokens *= part.sharing.size
-    if patch.keep is not None or tokens < max(LONG * hidden_size, 1):
-        return False
-    return calls_attention(block) or any(mixes_tokens(name, part) for name, part in block.named_modules())
-
-
-def describe_offload(moved: OffloadStats, steps: int, seconds: float | None = None) -> list[str]:
-    """Return lines of text about a run of ``steps`` steps, with the SSD wear if its duration is given."""
+def describe_offload(moved: OffloadStats, steps: int) -> list[str]:
+    """Return lines of text about a run of ``steps`` steps."""
     if not moved.cpu_bytes + moved.disk_bytes + moved.over_budget_bytes:
         return ["nothing was offloaded: inputs under 1 MiB, and the last keep_last ones, stay on the device"]
     steps = max(steps, 1)
@@ -209,11 +141,6 @@ def describe_offload(moved: OffloadStats, steps: int, seconds: float | None = No
     lines = [f"offloaded per step: {cpu} to CPU memory, {disk} to disk"]
     if moved.over_budget_bytes:
         lines.append(f"kept on the device, no room in the budget: {gib(moved.over_budget_bytes / steps)} per step")
-    if moved.disk_bytes:
-        lines.append(f"written to disk in all: {gib(moved.disk_bytes)}")
-        if seconds:
-            wear = moved.disk_bytes / seconds * 86400 / 1e12
-            lines.append(f"SSD wear at this rate: {wear:.1f} TB per day; compare with the TBW rating of the drive")
     return lines
 
 
@@ -222,12 +149,11 @@ def pattern(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def show(*parts: Any) -> None:
-    """Print tables and lines; a file, unlike a terminal, needs no line breaks."""
+def show(table: Table) -> None:
+    """Print a table; a file, unlike a terminal, needs no line breaks."""
     from rich.console import Console  # offline images may lack it
 
     console = Console()
     if not console.is_terminal:
         console.width = 1000
-    for part in parts:
-        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    console.print(table)

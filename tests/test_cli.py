@@ -80,7 +80,7 @@ PARENTS = {
     "TiledDDPStrategy": ["find_unused_parameters", "static_graph", "ddp_comm_hook", "start_method"],
     "TiledFSDPStrategy": ["sharding_strategy", "state_dict_type", "auto_wrap_policy", "cpu_offload"],
     "TiledModelParallelStrategy": ["data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint"],
-    "TiledDeepSpeedStrategy": ["stage", "offload_optimizer", "config", "load_full_weights", "zero3_leaf_modules"],
+    "TiledDeepSpeedStrategy": ["stage", "offload_optimizer", "config", "load_full_weights"],
 }
 
 
@@ -166,7 +166,7 @@ def test_quickstart(tmp_path: Path) -> None:
     assert code == 0, printed
     assert "distributed_backend=gloo" in printed
     assert len(re.findall(r"4 x LlamaMLP\s+│", printed)) == 1
-    assert re.search(r"tiled\s+│ 4 x LlamaMLP\s+│ model.model.layers.\*.mlp\s+│\s+4096 │\s+4 ", printed)
+    assert re.search(r"tiled\s+│ 4 x LlamaMLP\s+│ model.model.layers.\*.mlp\s+│\s+4096\s+│\s+4 ", printed)
     assert re.search(r"activation checkpointing\s+│ 4 x LlamaDecoderLayer", printed)
     assert re.search(r"peak memory of a step: \d+\.\d\d GiB", printed)
     assert re.search(r"val_perplexity: *\d", printed)
@@ -227,13 +227,12 @@ def test_every_config_on_two_cpu_ranks(path: Path, request: pytest.FixtureReques
     assert (
         len(re.findall(r"4 x LlamaMLP\s+│ model\.model\.layers\.\*\.mlp\s+│", printed)) == 1
     )  # one line, although no terminal is as wide
-    assert re.search(rf"│\s+{tokens} │\s+2 ", printed)
+    assert re.search(rf"│ {tokens}\s+│ 2 ", printed)
     assert re.search(r"val_perplexity:\s*\d", printed)
     assert list(Path("runs").rglob("*.ckpt"))
     assert ("offloaded per step" in printed) == offloads
     if path.stem == "quickstart_offload_cpu_disk":
         assert re.search(r"offloaded per step: \d\.\d MiB to CPU memory, \d\.\d MiB to disk", printed)
-        assert re.search(r"written to disk in all: \d+\.\d MiB", printed)
 
 
 @pytest.mark.slow

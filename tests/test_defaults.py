@@ -76,7 +76,7 @@ def test_a_model_with_nothing_to_tile_trains(caplog: pytest.LogCaptureFixture) -
     output, _ = model(randn(4, 2, H))
     fabric.backward(output.sum())
     assert all(p.grad is not None for p in model.parameters())
-    assert "It trains as without lt_tiled." in caplog.text
+    assert caplog.text.count("The model trains without it.") == 2
 
 
 class Recomputes(Stack):
@@ -98,17 +98,14 @@ def flops(net: nn.Module, x: Tensor) -> int:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_model_that_recomputes_its_blocks(reentrant: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Its blocks are left to it, with one line and in the report, and cost the FLOPs of its own checkpointing."""
+    """Its blocks are left to it, with one line, and cost the FLOPs of its own checkpointing."""
     torch.manual_seed(0)
     net, x = Recomputes(Layer(GatedMLP()), Layer(GatedMLP())), randn(2, 32, H).requires_grad_()
     net.reentrant = reentrant
     own, true = flops(net, x), reference(net, x)
-    with prepare(net, activation_checkpointing=ActivationCheckpointing()) as prepared:
-        assert not any(block.by_model for block in prepared.report().blocks)
+    with prepare(net, activation_checkpointing=ActivationCheckpointing()):
         assert flops(net, x) == own
         assert worst(gradients(net, x), true) < EXACT
-        assert all(block.by_model for block in prepared.report().blocks)
-        assert prepared.report().table().columns[3]._cells[-1] == "by the model itself"
     assert caplog.text.count("Layer is left to the activation checkpointing that its model applies itself") == 1
 
 

@@ -30,7 +30,6 @@ class TilingReport(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self.peak = self._steps = 0
-        self._start = time.monotonic()
         self._memory = PeakMemory(trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -45,11 +44,10 @@ class TilingReport(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         # The strategy restores the model in its teardown, which comes before `on_fit_end`.
         self.report = Report.of(pl_module)
-        self._seconds = time.monotonic() - self._start
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         if self.report is not None and trainer.is_global_zero:
-            show(self.report.table(self._memory.describe(self.peak), self._steps, self._seconds))
+            show(self.report.table(self._memory.describe(self.peak), self._steps))
 
 
 class MemoryMonitor(Callback):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import ceil
 
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
 from lt_tiled.loss.transformers import find_losses
@@ -15,7 +13,6 @@ from lt_tiled.planner.job import Job
 from lt_tiled.planner.simulate import STATE, Settings, Simulation
 from lt_tiled.planner.speed import Machine, Speed, parse_machine, predict
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
-from lt_tiled.report import TiledModule, advise_on_sums
 from lt_tiled.sequence_parallel.groups import sizes_of
 from lt_tiled.training_step.step import nothing, shape_of
 
@@ -80,8 +77,6 @@ class Plan:
             moved_to = f"{gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk"
             lines.append(f"Offloaded: {moved_to} per step.")
         machine = parse_machine(gpu)
-        lines += describe_experts(run.tiled, machine)
-        lines += [f"Note: {line}." for line in advise_on_sums(run.tiled, memory)]
         if self.tokens:
             speed, rate = self.speed(machine), self.tokens_per_second(machine)
             lines.append(
@@ -93,23 +88,6 @@ class Plan:
         elif memory is not None:
             lines.append(f"It takes {gib(self.peak - memory)} more than {gib(memory)}.")
         return "\n".join(lines)
-
-
-def describe_experts(tiled: Sequence[TiledModule], machine: Machine) -> list[str]:
-    """Return a line for each kind of mixture of experts: its tiles, and what their gradient sums take."""
-    alike = Counter((row.kind, row.tokens, row.tiles, row.sums) for row in tiled if row.sums)
-    lines: list[str] = []
-    for (kind, tokens, tiles, sums), count in alike.items():
-        if tiles < 2:
-            lines.append(f"Experts: {count} x {kind} run untiled.")
-            continue
-        moved = 2 * tiles * sums  # read and written
-        lines.append(
-            f"Experts: {count} x {kind} in {tiles} tiles of {ceil(tokens / tiles)} tokens. In each backward pass a"
-            f" layer moves {gib(moved)} of gradient sums, {moved / machine.memory / 1e6:.3g} ms at"
-            f" {machine.memory:.0f} GB/s."
-        )
-    return lines
 
 
 def describe(settings: Settings) -> str:

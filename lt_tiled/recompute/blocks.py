@@ -88,10 +88,6 @@ class BlockPatch(Patch):
     """How a block with activation checkpointing runs, and its state."""
 
     order = Order.CHECKPOINT
-    by_others = False
-    """Whether the model itself recomputed the block in a call so far."""
-    longest = (0, 0)
-    """The tokens and the hidden size of the longest sequence of which it recomputed a call so far."""
     name: str
     """The block's path and class, for messages."""
     offload: BlockOffload | None = None
@@ -122,10 +118,7 @@ class BlockPatch(Patch):
         """Run a block, and recompute it in the backward pass if one may follow."""
         if _checkpoints_itself(module):
             return self.inner(module, *args, **kwargs)
-        if _is_recomputed_by_others(module) or is_transformed():
-            self.by_others = self.by_others or not is_transformed()
-            return self.inner(module, *args, **kwargs)
-        if not torch.is_grad_enabled():
+        if _is_recomputed_by_others(module) or is_transformed() or not torch.is_grad_enabled():
             return self.inner(module, *args, **kwargs)
         if has_cache(by_name(type(module).forward, args, kwargs)):
             kind = type(module).__name__
@@ -145,8 +138,6 @@ class BlockPatch(Patch):
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
         # 2. What the recompute begins with.
         call = BlockCall(self, module, hidden)
-        if hidden is not None:
-            self.longest = max(self.longest, (hidden.shape[-2], hidden.shape[-1]))
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def block(*given: Tensor) -> Any:

@@ -210,9 +210,7 @@ def test_statistics(make: Make) -> None:
         del packed
     assert offloader.stats.disk_bytes == 2 * 3 * 1000
     assert offloader.step == 2
-    lines = describe_offload(offloader.stats, 2, seconds=1.0)
-    assert lines[0] == "offloaded per step: 0.0 MiB to CPU memory, 0.0 MiB to disk"
-    assert "TB per day" in lines[-1]
+    assert describe_offload(offloader.stats, 2) == ["offloaded per step: 0.0 MiB to CPU memory, 0.0 MiB to disk"]
 
 
 def test_a_graph_dropped_in_mid_write_does_not_lend_its_place(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

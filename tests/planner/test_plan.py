@@ -21,7 +21,6 @@ from lt_tiled import (
 )
 from lt_tiled.errors import DoesNotFitError, SimulationError
 from lt_tiled.lm import CausalLM, TextFiles
-from lt_tiled.memory import gib
 from lt_tiled.planner import simulate
 from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.picture import draw_step
@@ -301,26 +300,3 @@ def test_mixed_precision_of_sharding_engines(strategy: Any) -> None:
     held = [max(p.simulation.over_time()["gathered"]) for p in (mixed, true)]
     assert held[0] == pytest.approx(held[1] / 2, rel=0.05)
     assert mixed.parts["optimizer"] == pytest.approx(true.parts["optimizer"], rel=0.05)
-
-
-EXPERTS = {**PLANNED, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
-EXPERTS |= {"moe_intermediate_size": 64}
-
-
-def test_experts() -> None:
-    """A plan says in how many tiles experts run, and the bytes and the time of their sums. It recommends to sum in the
-    dtype of the weights where float32 sums take more than a tenth of the memory.
-    """
-    base = job(module=lambda: CausalLM(EXPERTS), precision="bf16-true")
-    found = plan(base, 4096)
-    row = found.simulation.tiled[0]
-    block = base.module.get_submodule(row.path)
-    assert (row.tokens, row.tiles) == (4096, 4)
-    assert row.sums == 2 * row.saves == 4 * sum(p.numel() for p in block.parameters())
-    moved = 2 * 4 * row.sums
-    for memory, advised in ((10 * row.sums, False), (10 * row.sums - 1, True)):
-        text = found.render(memory, "h100,memory=1000")
-        assert "Experts: 2 x Qwen3MoeSparseMoeBlock in 4 tiles of 1024 tokens." in text
-        assert f"moves {gib(moved)} of gradient sums, {moved / 1e9:.3g} ms at 1000 GB/s" in text
-        assert ("Tiling(accumulate='param') saves" in text) == advised
-    assert "Experts" not in plan(job()).render()  # of a Llama
