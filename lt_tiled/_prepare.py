@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -17,20 +17,17 @@ from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
 from lt_tiled.modules.cache import patch_models
 from lt_tiled.modules.feed_forward import Tileable
-from lt_tiled.modules.find import has_class, walk
-from lt_tiled.modules.patch import get_patch, remove_patch, set_patch
+from lt_tiled.modules.patch import get_patch, patch_until
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.policies import (
     ActivationCheckpointing,
     ActivationCheckpointingLike,
-    LossShards,
     SequenceParallel,
     Tiling,
-    as_activation_checkpointing,
     as_loss,
+    as_policy,
     as_sequence_parallel,
-    as_tiling,
 )
 from lt_tiled.recompute.blocks import (
     BlockOffload,
@@ -42,10 +39,107 @@ from lt_tiled.recompute.keep import keeps_attention, policy_of
 from lt_tiled.report import Report
 from lt_tiled.sequence_parallel.groups import group_of
 from lt_tiled.sequence_parallel.share import find_shared, reach_attention, share
+from lt_tiled.sequence_parallel.sharing import Sharing
 from lt_tiled.tiling.call import EngineNeeds, Owner
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled, restore_tiled
 
-Found = TypeVar("Found")
+
+class AppliesPolicies:
+    """The base of strategies and callbacks: their policies, and the models that these were applied to."""
+
+    strict = False
+    """Whether a policy that finds nothing raises, and does not only warn."""
+
+    sequence_group: dist.ProcessGroup | None = None
+    """The ranks that share each sequence with this one."""
+
+    ranks_per_node: int | None = None
+    """The processes that share the budgets of a node, if it is known."""
+
+    def set_policies(
+        self, tiling: Any = None, activation_checkpointing: Any = None, loss: Any = None, sequence_parallel: Any = None
+    ) -> None:
+        """Read the policies or their short forms.
+
+        Raises:
+            ValueError: If one is not understood.
+        """
+        self.tiling = as_policy(tiling, Tiling, "num_shards")
+        self.activation_checkpointing = as_policy(activation_checkpointing, ActivationCheckpointing, "offload")
+        self.loss = as_loss(loss)
+        self.sequence_parallel = as_sequence_parallel(sequence_parallel)
+        self.prepared: list[Prepared] = []
+        """The models that the policies were applied to."""
+
+    def prepare_once(self, model: nn.Module) -> None:
+        """Apply the policies to a model, unless they were already."""
+        if all(prepared.model is not model for prepared in self.prepared):
+            self.prepared.append(Prepared(model, self))
+
+    def free_buffers(self) -> None:
+        """Free the CPU memory that is kept for the next step's block inputs."""
+        for prepared in self.prepared:
+            if prepared.offloader is not None:
+                prepared.offloader.free_buffers()
+
+    def release(self) -> None:
+        """Restore every model."""
+        while self.prepared:
+            self.prepared.pop().release()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the policies name in a model, and nothing has prepared yet."""
+
+    tiled: Sequence[Tileable]
+    losses: Sequence[tuple[str, nn.Module]]
+    blocks: Sequence[tuple[str, nn.Module]]
+    shared: Sequence[Sharing]
+
+
+def find_plan(model: nn.Module, policies: AppliesPolicies) -> Plan:
+    """Find what the policies name, and change nothing.
+
+    Raises:
+        ValueError: If a policy names what is not there, or has no effect.
+        NothingFoundError: If a policy finds nothing and is strict.
+    """
+    tiling, checkpointing, sharing = policies.tiling, policies.activation_checkpointing, policies.sequence_parallel
+    tiled: list[Tileable] = []
+    losses: list[tuple[str, nn.Module]] = []
+    blocks: list[tuple[str, nn.Module]] = []
+    # 1. What each policy names.
+    if tiling is not None:
+        with _warning_of_nothing(policies.strict):
+            tiled = find_tileable(model, tiling)
+    if policies.loss is not None:
+        with _warning_of_nothing(policies.strict):
+            losses = find_losses(model)
+    if checkpointing is not None:
+        with _warning_of_nothing(policies.strict):
+            blocks = find_checkpointable(model, checkpointing)
+    shared = [] if sharing is None else find_shared(model, sharing, policies.sequence_group)
+    # 2. Without what another call prepared, or a user tiled.
+    new_tiled = [found for found in tiled if get_patch(found.module, TiledPatch, found.method) is None]
+    new_blocks = [(path, block) for path, block in blocks if get_patch(block, BlockPatch) is None]
+    if before := len(tiled) - len(new_tiled) + len(blocks) - len(new_blocks):
+        message = f"{before} modules of {type(model).__name__} are prepared already: release what prepared them first."
+        if checkpointing is not None and checkpointing.offload is not None and not new_blocks:
+            raise ValueError(f"offload={checkpointing.offload!r} has no effect: {message}")
+        warn(f"{message} They stay as they are.")
+    return Plan(new_tiled, losses, new_blocks, shared)
+
+
+@contextmanager
+def _warning_of_nothing(strict: bool) -> Iterator[None]:
+    """Warn, and do not raise unless that is asked for, where a policy finds nothing."""
+    try:
+        yield
+    except NothingFoundError as error:
+        if strict:
+            raise
+        warn(f"{error} The model trains without it.")
 
 
 class Prepared(AbstractContextManager["Prepared"]):
@@ -58,89 +152,57 @@ class Prepared(AbstractContextManager["Prepared"]):
     def __init__(
         self,
         model: nn.Module,
-        tiling: Tiling | None,
-        activation_checkpointing: ActivationCheckpointing | None,
-        loss: LossShards | None = None,
-        sequence_parallel: SequenceParallel | None = None,
-        *,
-        group: dist.ProcessGroup | None = None,
+        policies: AppliesPolicies,
         needs: EngineNeeds | None = None,
-        defaults: Collection[str] = (),
-        ranks_per_node: int | None = None,
-        zero3_leaf_modules: bool = True,
         build: Callable[[ActivationCheckpointing, int | None], Offloader] = build_offloader,
     ) -> None:
-        # Everything is found before anything is changed, so that an error leaves the model as it was.
-        shared = find_shared(model, sequence_parallel, group) if sequence_parallel else []
-        keep = policy_of(activation_checkpointing.keep) if activation_checkpointing else None
-        losses = find_losses(model) if loss else []
-        missing = list[NothingFoundError]()
-        blocks, tiled = list[tuple[str, nn.Module]](), list[Tileable]()
-        if activation_checkpointing is not None:
-            find = partial(find_checkpointable, model, activation_checkpointing)
-            blocks = _not_wrapped(model, _find(find, "activation_checkpointing" in defaults, missing))
-        if tiling is not None:
-            tiled = _find(partial(find_tileable, model, tiling), "tiling" in defaults, missing)
-        if missing:
-            used = ["tiles"] if tiled else []
-            used += [f"activation checkpointing of its {len(blocks)} blocks"] if blocks else []
-            used += ["the loss in tiles"] if losses else []
-            how = f"with {' and '.join(used)} alone" if used else "as without lt_tiled"
-            warn(f"{' '.join(map(str, missing))} It trains {how}.")
         self.model = model
         self.offloader: Offloader | None = None
-        owner, needs = Owner(), needs or Engine(model)
-        unpatched = [(path, block) for path, block in blocks if get_patch(block, BlockPatch) is None]
+        # An error leaves the model as it was: first because nothing is changed yet, then because the stack undoes it.
+        plan = find_plan(model, policies)
         with ExitStack() as undo:
-            if activation_checkpointing is not None and activation_checkpointing.offload is not None:
-                if not unpatched:
-                    raise ValueError(
-                        f"offload={activation_checkpointing.offload!r} has no effect: all {len(blocks)} blocks use"
-                        " activation checkpointing already. Pass activation_checkpointing="
-                        f"{activation_checkpointing.offload!r} to the strategy instead, or set"
-                        " activation_checkpointing=False there."
-                    )
-                self.offloader = build(activation_checkpointing, ranks_per_node)
-                undo.callback(self.offloader.close)
-            undo.callback(restore_leaves, model)
-            undo.callback(restore_losses, model, owner)
-            undo.callback(restore_tiled, model, owner)
-            for tileable in tiled:
-                if get_patch(tileable.module, TiledPatch, tileable.method) is None:  # else it keeps what it has
-                    assert tiling is not None
-                    patch_tiled(tileable, tiling, needs, owner)
-            if loss is not None:
-                patch_losses(losses, loss, owner)
-            patch_leaves(model, zero3_leaf_modules)
-            call_torch = reach_attention(model, unpatched, undo) if keep is keeps_attention else set()
-            for module in turn_off_own_checkpointing(model) if unpatched else []:
-                undo.callback(setattr, module, "gradient_checkpointing", True)
-            for path, block in unpatched:
-                offload = BlockOffload(self.offloader, path, model) if self.offloader else None
-                name = f"{path} ({type(block).__name__})"
-                raises = activation_checkpointing is None or activation_checkpointing.compare == "raise"
-                patch = BlockPatch(name, offload, keep, block in call_torch, raises)
-                set_patch(block, patch)
-                undo.callback(remove_patch, block, patch)
-            if unpatched:
-                patch_models(model, undo)
-            for part in shared:
+            self._tile(plan, policies, needs or Engine(model), undo)
+            if policies.activation_checkpointing is not None and plan.blocks:
+                if policies.activation_checkpointing.offload is not None:
+                    self.offloader = build(policies.activation_checkpointing, policies.ranks_per_node)
+                    undo.callback(self.offloader.close)
+                self._checkpoint(plan.blocks, policies.activation_checkpointing, undo)
+            for part in plan.shared:
                 share(part, undo)
             self._undo = undo.pop_all()
-        self._needs = needs
         inform(self.report().summary())
+
+    def _tile(self, plan: Plan, policies: AppliesPolicies, needs: EngineNeeds, undo: ExitStack) -> None:
+        """Run modules and losses in tiles, until ``undo`` is closed."""
+        owner = Owner()
+        undo.callback(restore_leaves, self.model)  # the last one: leaf modules are those with tiles
+        undo.callback(restore_losses, self.model, owner)
+        undo.callback(restore_tiled, self.model, owner)
+        if policies.tiling is not None:
+            for tileable in plan.tiled:
+                patch_tiled(tileable, policies.tiling, needs, owner)
+        if policies.loss is not None:
+            patch_losses(plan.losses, policies.loss, owner)
+        patch_leaves(self.model)
+
+    def _checkpoint(
+        self, blocks: Sequence[tuple[str, nn.Module]], policy: ActivationCheckpointing, undo: ExitStack
+    ) -> None:
+        """Run blocks with activation checkpointing, until ``undo`` is closed."""
+        keep = policy_of(policy.keep)
+        need_mode = reach_attention(self.model, blocks, undo) if keep is keeps_attention else set()
+        for module in turn_off_own_checkpointing(self.model):
+            undo.callback(setattr, module, "gradient_checkpointing", True)
+        for path, block in blocks:
+            name = f"{path} ({type(block).__name__})"
+            offload = None if self.offloader is None else BlockOffload(self.offloader, path, self.model)
+            patch = BlockPatch(name, offload, keep, block in need_mode, policy.compare == "raise")
+            patch_until(undo, block, patch)
+        patch_models(self.model, undo)
 
     def report(self) -> Report:
         """Return what is tiled and what is recomputed, and the number of tiles of the largest call so far."""
         return Report.of(self.model)
-
-    def find_engine(self) -> None:
-        """Find the engine that wraps the model now, and not only in the first call.
-
-        Raises:
-            ValueError: If it would shard weights while tiles need them, or lose their gradients.
-        """
-        self._needs.update(self.model)
 
     def release(self) -> None:
         """Restore the model, and free CPU memory and disk. Does nothing the second time."""
@@ -148,85 +210,6 @@ class Prepared(AbstractContextManager["Prepared"]):
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-
-class PreparedModels(list[Prepared]):
-    """The models that one strategy or callback prepared, each once, until they are released."""
-
-    def add(self, model: nn.Module, policies: AppliesPolicies, ranks_per_node: int | None = None) -> None:
-        """Apply the policies to a model, unless they were already. Of several models, some may have nothing to tile."""
-        if any(prepared.model is model for prepared in self):
-            return
-        try:
-            prepared = Prepared(
-                model,
-                policies.tiling,
-                policies.activation_checkpointing,
-                policies.loss,
-                policies.sequence_parallel,
-                group=policies.sequence_group,
-                defaults=policies.defaults,
-                ranks_per_node=ranks_per_node,
-                zero3_leaf_modules=policies.zero3_leaf_modules,
-            )
-        except NothingFoundError as error:
-            if not self:
-                raise
-            warn(f"{error} {type(model).__name__} is not changed, because there are other models.")
-        else:
-            self.append(prepared)
-
-    def find_engines(self) -> None:
-        """Find the engine of each model; see :meth:`Prepared.find_engine`."""
-        for prepared in self:
-            prepared.find_engine()
-
-    def release(self, keep: int = 0) -> None:
-        """Restore every model but the first ``keep`` of them."""
-        while len(self) > keep:
-            self.pop().release()
-
-    def free_buffers(self) -> None:
-        """Free the CPU memory that is kept for the next step's block inputs."""
-        for prepared in self:
-            if prepared.offloader is not None:
-                prepared.offloader.free_buffers()
-
-
-class AppliesPolicies:
-    """The base of strategies and callbacks: their policies, and the models that these were applied to."""
-
-    defaults: Collection[str] = ()
-    """The policies that nobody asked for: a model in which they find nothing is trained without them."""
-
-    zero3_leaf_modules = True
-    """Whether modules with tiled modules become leaf modules of ZeRO-3."""
-
-    sequence_group: dist.ProcessGroup | None = None
-    """The ranks that share each sequence with this one."""
-
-    def set_policies(
-        self, tiling: Any, activation_checkpointing: Any, loss: Any, sequence_parallel: Any = None
-    ) -> None:
-        """Read the policies or their short forms.
-
-        Raises:
-            ValueError: If one is not understood.
-        """
-        self.tiling, self.loss = as_tiling(tiling), as_loss(loss)
-        self.activation_checkpointing = as_activation_checkpointing(activation_checkpointing)
-        self.sequence_parallel = as_sequence_parallel(sequence_parallel)
-        self.prepared = PreparedModels()
-        """The models that the policies were applied to."""
-
-    def note_defaults(self, tiling: Any, activation_checkpointing: Any) -> None:
-        """Note which of the arguments of a user are the defaults, so that their policies may find nothing."""
-        is_default = {"tiling": tiling == Tiling(), "activation_checkpointing": activation_checkpointing is True}
-        self.defaults = [name for name, default in is_default.items() if default]
-
-    def release(self) -> None:
-        """Restore every model."""
-        self.prepared.release()
 
 
 def prepare(
@@ -259,41 +242,9 @@ def prepare(
         NothingFoundError: If a policy finds no module.
         OffloadError: If the place to offload to cannot be used, or has no room for its budget.
     """
-    policy = as_tiling(tiling)
-    if policy and (already := Report.of(model).tiled):
-        warn(
-            f"{len(already)} modules are tiled already, {already[0].path} among them, and are not tiled anew:"
-            " release what tiled them first."
-        )
-    shared = as_sequence_parallel(sequence_parallel)
-    group = group_of(shared.size, group) if shared else None
-    return Prepared(
-        model,
-        policy,
-        as_activation_checkpointing(activation_checkpointing),
-        as_loss(loss),
-        shared,
-        group=group,
-    )
-
-
-def _find(find: Callable[[], list[Found]], optional: bool, missing: list[NothingFoundError]) -> list[Found]:
-    """Return what a function finds, or nothing and add the reason to ``missing`` if nobody asked for it."""
-    try:
-        return find()
-    except NothingFoundError as error:
-        if not optional:
-            raise
-        missing.append(error)
-        return []
-
-
-def _not_wrapped(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Leave out blocks inside, or around, torch's ``checkpoint_wrapper``."""
-    wrappers = [m for _, m in walk(model) if has_class(m, ("CheckpointWrapper",))]
-    if not wrappers:
-        return blocks
-    inside = {id(part) for wrapper in wrappers for part in wrapper.modules()}
-    free = [(path, m) for path, m in blocks if not any(id(part) in inside for part in m.modules())]
-    warn(f"{len(blocks) - len(free)} of {len(blocks)} blocks use a checkpoint_wrapper already and are left to it.")
-    return free
+    policies = AppliesPolicies()
+    policies.strict = True
+    policies.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
+    if policies.sequence_parallel is not None:
+        policies.sequence_group = group_of(policies.sequence_parallel.size, group)
+    return Prepared(model, policies)

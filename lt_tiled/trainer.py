@@ -24,8 +24,8 @@ class TiledFSDPStrategy(fsdp.TrainerFSDP, strategies.FSDPStrategy):
     norm over all ranks.
 
     Raises:
-        ValueError: If ``activation_checkpointing_policy`` and ``activation_checkpointing`` both choose blocks; at
-            setup, if a tiled module contains FSDP units.
+        ValueError: If ``activation_checkpointing_policy`` and ``activation_checkpointing`` both choose blocks; in the
+            first step, if a tiled module contains FSDP units.
     """
 
 
@@ -37,8 +37,8 @@ class TiledModelParallelStrategy(fsdp2.TrainerFSDP2, strategies.ModelParallelStr
     ``"auto"`` sizes use all ranks for data parallelism, or what the other size leaves.
 
     Raises:
-        ValueError: At setup, if a size does not divide the ranks, a tiled module contains FSDP units, or the model
-            cannot be sharded by blocks.
+        ValueError: At setup, if a size does not divide the ranks, or the model cannot be sharded by blocks; in the
+            first step, if a tiled module contains FSDP units.
     """
 
 

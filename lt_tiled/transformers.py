@@ -16,8 +16,6 @@ from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Til
 from lt_tiled.report import Report, show
 from lt_tiled.sequence_parallel.groups import Groups
 
-_DEFAULT = Tiling()
-
 
 class TiledCallback(AppliesPolicies, TrainerCallback):
     """Prepares the model of a Trainer before its engine wraps it: ``Trainer(..., callbacks=[TiledCallback()])``.
@@ -44,13 +42,12 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
 
     def __init__(
         self,
-        tiling: bool | int | Tiling | None = _DEFAULT,
+        tiling: bool | int | Tiling | None = True,
         activation_checkpointing: ActivationCheckpointingLike | None = True,
         loss: bool | int | Literal["always"] | None = None,
         sequence_parallel: int | SequenceParallel | None = None,
     ) -> None:
         self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
-        self.note_defaults(tiling, activation_checkpointing)
         self.report: Report | None = None
         self._model: nn.Module | None = None
 
@@ -74,7 +71,7 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
             self.sequence_group = Groups.of_size(self.sequence_parallel.size).group
         self.release()
         self._model = model
-        self.prepared.add(model, self)
+        self.prepare_once(model)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
@@ -90,7 +87,7 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
                 " pass the callback to Trainer(callbacks=[...]) instead of add_callback, and model= instead of"
                 " model_init=."
             )
-        self.prepared.add(self._model, self)
+        self.prepare_once(self._model)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

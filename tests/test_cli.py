@@ -120,7 +120,7 @@ SMALL = "--model.config={model_type: llama, vocab_size: 256}"
 VALUES = {
     "--trainer.strategy.tiling.num_shards=0": "num_shards=0 must be 'auto' or an integer of at least 1",
     "--trainer.strategy.loss=0": "loss=0 must be None or False or True or 'always' or an integer of at least 1",
-    "--trainer.strategy.sequence_parallel=-1": "sequence_parallel=-1 must be an integer of at least 1",
+    "--trainer.strategy.sequence_parallel=-1": "size=-1 must be an integer of at least 1",
     "--trainer.strategy.activation_checkpointing.cpu_budget=1GiB": "cpu_budget='1GiB' has no effect with offload=None",
     "--model.learning_rate=.inf": "learning_rate=inf must be above 0",
     "--data.seq_len=1": "seq_len=1 must be an integer of at least 2",

@@ -148,12 +148,10 @@ def test_short_forms(caplog: pytest.LogCaptureFixture) -> None:
         assert [row.tiles for row in report.tiled] == [2, 2]
         assert len(report.blocks) == 2
         prepare(model, tiling=Tiling(8)).release()
-        assert "2 modules are tiled already, blocks.0.mlp among them, and are not tiled anew" in caplog.text
+        assert "2 modules of TinyLM are prepared already: release what prepared them first" in caplog.text
         model(IDS)
         assert [row.tiles for row in prepared.report().tiled] == [2, 2]
     with prepare(model, tiling=False, activation_checkpointing=False) as nothing:
         assert nothing.report().tiled == ()
-    with pytest.raises(
-        ValueError, match="tiling='many' is not understood: pass a number of tiles, True, False or a Tiling"
-    ):
+    with pytest.raises(ValueError, match="num_shards='many' must be 'auto' or an integer of at least 1"):
         prepare(model, tiling="many")

@@ -11,7 +11,7 @@ from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.policies import ActivationCheckpointing, Tiers, Tiling
-from lt_tiled.strategies.base import OffloadLog, restored_on_error
+from lt_tiled.strategies.base import OffloadLog
 
 
 class PreparingCallback(AppliesPolicies, Callback):
@@ -38,9 +38,8 @@ class PreparingCallback(AppliesPolicies, Callback):
         self._prepare(module, len(devices))
 
     def _prepare(self, model: nn.Module, ranks_per_node: int) -> None:
-        with restored_on_error(self.prepared):
-            self.prepared.add(model, self, ranks_per_node)
-            self.prepared.find_engines()
+        self.ranks_per_node = ranks_per_node
+        self.prepare_once(model)
 
 
 class TiledMLP(PreparingCallback):
@@ -78,4 +77,4 @@ class OffloadedCheckpointing(PreparingCallback):
         self._log.end_step(trainer, self.prepared)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self.prepared.free_buffers()  # the last checkpoint of the run may need the memory
+        self.free_buffers()  # the last checkpoint of the run may need the memory

@@ -109,15 +109,16 @@ class _Join(torch.autograd.Function):
         return gradient, gradient.new_zeros(())
 
 
-def patch_leaves(model: nn.Module, blocks: bool = True) -> None:
-    """Prepare a model with patched modules for ZeRO-3: make ``blocks`` leaf modules, or patch those of a user alone."""
+def patch_leaves(model: nn.Module) -> None:
+    """Prepare a model with patched modules for ZeRO-3: make blocks leaf modules, unless a user made parts of them."""
     whole = whole_modules(model)
     whole += [(path, module) for path, module in walk_all(model) if _is_adapted_head(module)]
     leaves = [(path, module) for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
     if any(is_of(hook, ("deepspeed.",)) for _, module in whole for hook in module._forward_pre_hooks.values()):
         adapt_to_zero3(model)  # it is too late for more leaves
-    elif blocks:
-        leaves += whole
+    else:
+        own = {module for _, module in leaves}
+        leaves += [(path, module) for path, module in whole if own.isdisjoint(module.modules())]
     for path, leaf in outermost(leaves):
         if _has_tiles(leaf) and get_patch(leaf, LeafPatch, _SETS_HOOK) is None:
             LeafPatch(path, leaf)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import gc
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from torch import Tensor
 from lt_tiled.errors import OffloadDiskFullError, OffloadError
 from lt_tiled.memory import gib
 from lt_tiled.offload.pinned import ALIGNMENT, Buffer, CPUMemory, Stored, aligned
-from lt_tiled.policies import MAX_BYTES
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REMEDIES = {
@@ -53,8 +53,8 @@ class Disk:
     def __init__(self, directory: str, budget: int | None = None, *, direct: bool = True) -> None:
         self.directory = directory
         reserved = aligned(budget or 0)
-        self.limit = reserved or MAX_BYTES
-        self._memory = CPUMemory(MAX_BYTES)  # the number of tensors in flight bounds it
+        self.limit = reserved or sys.maxsize
+        self._memory = CPUMemory(sys.maxsize)  # the number of tensors in flight bounds it
         self._places: weakref.WeakSet[Place] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="lt_tiled-disk")
         self._calls: weakref.WeakSet[Future[None]] = weakref.WeakSet()

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lt_tiled._log import quiet
-from lt_tiled._prepare import Prepared
+from lt_tiled._prepare import AppliesPolicies, Prepared
 from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.planner.engines import Engine, memory_of, mesh_of
 from lt_tiled.planner.fake import fake_group, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.planner.where import FakeLedger
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
-from lt_tiled.report import TiledModule
 from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.cut import tiles_to_run
 from lt_tiled.training_step.step import stepped_on
@@ -83,8 +82,6 @@ class Simulation:
     """The number of weights of the model, on all ranks together."""
     trained: int = 0
     """The number of those that get gradients."""
-    tiled: tuple[TiledModule, ...] = ()
-    """The tiled modules, apart from norms."""
 
     @property
     def flops(self) -> int:
@@ -167,22 +164,23 @@ def simulate(
         report = prepared.report()
         moments = (ledger.peak, ledger.peak_at, phases, ledger.clock)
         alive = tuple([a for a in ledger.allocations if a.died is None or a.died > start])
-        return Simulation(*moments, alive, forward, backward, report.offloaded, weights, trained, report.tiled)
+        return Simulation(*moments, alive, forward, backward, report.offloaded, weights, trained)
 
 
 def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
     """Apply the policies, without the self-checks, which need values."""
     tiling, shared, stage = settings.tiling, settings.sequence_parallel, settings.engine.stage
-    return Prepared(
-        model,
+    policies = AppliesPolicies()
+    policies.set_policies(
         tiling and replace(tiling, self_check=False, compile=False),
         settings.activation_checkpointing,
-        settings.loss,
-        shared and replace(shared, self_check=False),
-        group=fake_group(settings.sharing) if settings.sharing > 1 else None,
-        needs=EngineNeeds(zeros_for_unused=stage > 0),
-        build=partial(fake_offloader, partial(ledger.name, part="block inputs")),
+        sequence_parallel=shared and replace(shared, self_check=False),
     )
+    policies.loss = settings.loss
+    if settings.sharing > 1:
+        policies.sequence_group = fake_group(settings.sharing)
+    build = partial(fake_offloader, partial(ledger.name, part="block inputs"))
+    return Prepared(model, policies, EngineNeeds(zeros_for_unused=stage > 0), build)
 
 
 @contextmanager

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from lt_tiled._prepare import AppliesPolicies, PreparedModels
+from lt_tiled._prepare import AppliesPolicies, Prepared
 from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import Groups
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 else:  # see NOTE [Namespaces]
     Base, FabricBase, TrainerBase = AppliesPolicies, object, object
 
-_DEFAULT = Tiling()
 _SIZE = "sequence_parallel_size"
 """The key in checkpoints of runs with sequence parallelism."""
 
@@ -45,8 +43,7 @@ class TiledStrategy(Base):
             tiling off.
         activation_checkpointing: Which blocks are recomputed in the backward pass, and where their inputs are
             offloaded. ``True`` keeps these inputs on the device; ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload them;
-            ``False`` turns activation checkpointing off. Classes of blocks, or a policy function, choose blocks as in
-            Lightning's ``activation_checkpointing_policy``.
+            ``False`` turns activation checkpointing off.
         loss: Whether transformers models compute their loss in tiles in training, where ``output.logits`` is then
             ``None``: ``True``, or how many tiles; ``"always"`` for evaluation, too.
         sequence_parallel: How many ranks share each sequence, or a ``SequenceParallel``.
@@ -55,7 +52,7 @@ class TiledStrategy(Base):
     def __init__(
         self,
         *args: Any,
-        tiling: bool | int | Tiling | None = _DEFAULT,
+        tiling: bool | int | Tiling | None = True,
         activation_checkpointing: ActivationCheckpointingLike | None = True,
         loss: bool | int | Literal["always"] | None = None,
         sequence_parallel: int | SequenceParallel | None = None,
@@ -64,7 +61,6 @@ class TiledStrategy(Base):
         super().__init__(*args, **kwargs)
         self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
         self._groups: Groups | None = None
-        self.note_defaults(tiling, activation_checkpointing)
 
     @property
     def on_cpu(self) -> bool:
@@ -109,7 +105,8 @@ class TiledStrategy(Base):
 
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model. A model that is prepared already keeps its policies."""
-        self.prepared.add(model, self, ranks_per_node=len(getattr(self, "parallel_devices", None) or [None]))
+        self.ranks_per_node = len(getattr(self, "parallel_devices", None) or [None])
+        super().prepare_once(model)
 
     def teardown(self) -> None:
         try:
@@ -127,7 +124,6 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         self._log = OffloadLog()
         self.prepare_once(self.lightning_module)
         super().setup(trainer)
-        self.prepared.find_engines()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -138,7 +134,7 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         super().on_train_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.prepared.free_buffers()  # a full state dict may need the memory
+        self.free_buffers()  # a full state dict may need the memory
         return super().lightning_module_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -162,43 +158,26 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
 
 
 class TiledFabricStrategy(TiledStrategy, FabricBase):
-    """Base class for Fabric: patches the model before the engine wraps it, and restores it if that fails.
+    """Base class for Fabric: patches the model before the engine wraps it.
 
     Fabric has no teardown hook; call :meth:`release` to restore the model.
     """
 
     def setup_module(self, module: nn.Module) -> Any:
-        with restored_on_error(self.prepared):
-            self.prepare_once(module)
-            wrapped = super().setup_module(self.wrap(module))
-            self.prepared.find_engines()
-            return wrapped
+        self.prepare_once(module)
+        return super().setup_module(self.wrap(module))
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, *args: Any) -> Any:
-        with restored_on_error(self.prepared):
-            self.prepare_once(module)  # DeepSpeed sets up both at once and does not call setup_module
-            wrapped = super().setup_module_and_optimizers(module, optimizers, *args)
-            self.prepared.find_engines()
-            return wrapped
+        self.prepare_once(module)  # DeepSpeed sets up both at once and does not call setup_module
+        return super().setup_module_and_optimizers(module, optimizers, *args)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap the model where Lightning's own wrapping does not fit the engine."""
         return module
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.prepared.free_buffers()  # a full state dict may need the memory
+        self.free_buffers()  # a full state dict may need the memory
         super().save_checkpoint(*args, **kwargs)
-
-
-@contextmanager
-def restored_on_error(prepared: PreparedModels) -> Iterator[None]:
-    """Restore the models that were prepared inside if an exception is raised there."""
-    before = len(prepared)
-    try:
-        yield
-    except BaseException:
-        prepared.release(keep=before)
-        raise
 
 
 class OffloadLog:
@@ -208,7 +187,7 @@ class OffloadLog:
         self._steps = 0
         self._moved = OffloadStats().metrics()
 
-    def end_step(self, trainer: pl.Trainer, prepared: PreparedModels) -> None:
+    def end_step(self, trainer: pl.Trainer, prepared: Sequence[Prepared]) -> None:
         """Log a step if the optimizer has stepped since the last call; call this between batches."""
         offloader = prepared[-1].offloader if prepared else None
         if offloader is None or not offloader.step or trainer.global_step == self._steps:

@@ -20,24 +20,17 @@ if TYPE_CHECKING:
 
 
 class _DeepSpeed(TiledStrategy):
-    """What DeepSpeed needs under Trainer and under Fabric.
-
-    Args:
-        zero3_leaf_modules: Make the blocks with tiled modules leaf modules of ZeRO-3, which then all-gathers their
-            weights once per pass, whatever the number of tiles. Turn it off only if you make the tiled modules, or
-            modules around them, leaf modules yourself.
-    """
+    """What DeepSpeed needs under Trainer and under Fabric."""
 
     config: Any
     parallel_devices: list[torch.device] | None
     zero_stage_3: bool
 
-    def __init__(self, *args: Any, zero3_leaf_modules: bool = True, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         if find_spec("deepspeed") is None:
             remedy = "pip install 'lt-tiled[deepspeed]'"
             raise ModuleNotFoundError(f"{type(self).__name__} needs the package deepspeed: {remedy}.")
         super().__init__(*args, **kwargs)
-        self.zero3_leaf_modules = zero3_leaf_modules
         self._filter: Any = None
         if (
             self.config.get("activation_checkpointing", {}).get("cpu_checkpointing")

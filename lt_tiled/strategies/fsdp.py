@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_w
 from torch.optim import Optimizer
 
 from lt_tiled._log import warn
-from lt_tiled.policies import ActivationCheckpointingLike
+from lt_tiled.policies import ActivationCheckpointing, ActivationCheckpointingLike
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
 from lt_tiled.strategies.blocks import blocks_to_shard
 
@@ -34,6 +35,13 @@ _ROOTS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FullyShardedDataParalle
 BlockPolicy = set[type[nn.Module]] | Callable[[nn.Module, bool, int], bool] | ModuleWrapPolicy
 """What Lightning calls an activation checkpointing policy."""
 _FULL = StateDictOptions(full_state_dict=True)
+
+
+def _chooses(policy: BlockPolicy, path: str, module: nn.Module) -> bool:
+    """Whether a policy of Lightning chooses a module as a block."""
+    if isinstance(policy, set):
+        return isinstance(module, tuple(policy))
+    return policy(module, False, sum(weight.numel() for weight in module.parameters()))
 
 
 class _FSDP(TiledStrategy):
@@ -51,7 +59,8 @@ class _FSDP(TiledStrategy):
         **kwargs: Any,
     ) -> None:
         if activation_checkpointing_policy is not None and activation_checkpointing is True:
-            activation_checkpointing, activation_checkpointing_policy = activation_checkpointing_policy, None
+            targets = partial(_chooses, activation_checkpointing_policy)
+            activation_checkpointing, activation_checkpointing_policy = ActivationCheckpointing(targets), None
         elif activation_checkpointing_policy is not None and activation_checkpointing:
             raise ValueError(
                 f"{type(self).__name__} was given activation_checkpointing_policy and"
@@ -181,7 +190,7 @@ class TrainerFSDP(_FSDP, TiledTrainerStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self.saves_full_on_cpu:
             return super().lightning_module_state_dict()
-        self.prepared.free_buffers()
+        self.free_buffers()
         assert self.model is not None
         return get_model_state_dict(self.model, options=_FULL)
 
@@ -206,7 +215,7 @@ class FabricFSDP(_FSDP, TiledFabricStrategy):
         if refused or not self.saves_full_on_cpu:
             return super().save_checkpoint(path, state, storage_options, filter)
         # This does what the parent does, with other sources of the states.
-        self.prepared.free_buffers()
+        self.free_buffers()
         full = dict(state)
         for key, value in state.items():
             if value is models[0]:

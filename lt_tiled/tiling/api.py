@@ -12,7 +12,7 @@ from lt_tiled.engines.found import Engine
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_patch, remove_patch
-from lt_tiled.policies import CompileOptions, Tiling
+from lt_tiled.policies import Tiling
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -25,7 +25,7 @@ def tile(
     tile_tokens: int | None = None,
     accumulate: Literal["float32", "param"] = "float32",
     self_check: bool = True,
-    compile: bool | CompileOptions = False,
+    compile: bool | dict[str, Any] = False,
 ) -> Target:
     """Let one position-wise module, or a method of a module, run tile by tile.
 

@@ -144,7 +144,7 @@ class TiesBlocks(OfBlocks):
 
 def losses(engine: str, model: type[OfBlocks], kind: type[Block], frozen: bool = False, own: bool = False) -> Any:
     """The losses of three steps; ``own`` makes the MLPs leaf modules of ZeRO-3 instead of the blocks."""
-    options: dict[str, Any] = {"zero3_leaf_modules": not own}
+    options: dict[str, Any] = {}
     if engine == "ddp":
         options = {"find_unused_parameters": True, "tiling": None}
     chosen = strategy(lt_tiled.fabric, engine, **{"tiling": 4, "activation_checkpointing": None} | options)

@@ -91,8 +91,8 @@ def test_short_forms() -> None:
 
 
 def test_policies_of_lightning_choose_the_blocks() -> None:
-    """``activation_checkpointing_policy`` under FSDP, and ``activation_checkpointing`` under any strategy, take a set
-    of classes or a policy function; Lightning wraps the blocks itself with ``activation_checkpointing=False``.
+    """``activation_checkpointing_policy`` of FSDP is a set of classes or a policy function; Lightning wraps the blocks
+    itself with ``activation_checkpointing=False``.
     """
 
     def large(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -100,12 +100,9 @@ def test_policies_of_lightning_choose_the_blocks() -> None:
 
     for home in (lt_tiled, lt_tiled.fabric):
         for policy in ({Block}, large):
-            for chosen in (
-                home.TiledFSDPStrategy(activation_checkpointing_policy=policy),
-                home.TiledDDPStrategy(activation_checkpointing=policy),
-            ):
-                found = find_checkpointable(TinyLM(), chosen.activation_checkpointing)
-                assert [path for path, _ in found] == ["blocks.0", "blocks.1"]
+            chosen = home.TiledFSDPStrategy(activation_checkpointing_policy=policy)
+            found = find_checkpointable(TinyLM(), chosen.activation_checkpointing)
+            assert [path for path, _ in found] == ["blocks.0", "blocks.1"]
         own = home.TiledFSDPStrategy(activation_checkpointing_policy={nn.Linear}, activation_checkpointing=False)
         assert own.activation_checkpointing is None
 
@@ -141,8 +138,8 @@ def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tiling": 0}, "tiling=0 is not understood: pass a number of tiles, True, False or a Tiling"),
-        ({"activation_checkpointing": "disc"}, "activation_checkpointing='disc' is not understood"),
+        ({"tiling": 0}, "num_shards=0 must be 'auto' or an integer of at least 1"),
+        ({"activation_checkpointing": "disc"}, "offload='disc' must be one of None, 'cpu', 'disk'"),
         ({"find_unused": True}, "find_unused"),
     ],
 )
