@@ -37,9 +37,9 @@ from lt_tiled.recompute.blocks import (
 )
 from lt_tiled.recompute.keep import keeps_attention, policy_of
 from lt_tiled.report import Report
+from lt_tiled.sequence_parallel.door import Door
+from lt_tiled.sequence_parallel.enable import enable, find_doors, reach_attention
 from lt_tiled.sequence_parallel.groups import group_of
-from lt_tiled.sequence_parallel.share import find_shared, reach_attention, share
-from lt_tiled.sequence_parallel.sharing import Sharing
 from lt_tiled.tiling.call import EngineNeeds, Owner
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled, restore_tiled
 
@@ -95,7 +95,7 @@ class Plan:
     tiled: Sequence[Tileable]
     losses: Sequence[tuple[str, nn.Module]]
     blocks: Sequence[tuple[str, nn.Module]]
-    shared: Sequence[Sharing]
+    doors: Sequence[Door]
 
 
 def find_plan(model: nn.Module, policies: AppliesPolicies) -> Plan:
@@ -119,7 +119,7 @@ def find_plan(model: nn.Module, policies: AppliesPolicies) -> Plan:
     if checkpointing is not None:
         with _warning_of_nothing(policies.strict):
             blocks = find_checkpointable(model, checkpointing)
-    shared = [] if sharing is None else find_shared(model, sharing, policies.sequence_group)
+    doors = [] if sharing is None else find_doors(model, sharing, policies.sequence_group)
     # 2. Without what another call prepared, or a user tiled.
     new_tiled = [found for found in tiled if get_patch(found.module, TiledPatch, found.method) is None]
     new_blocks = [(path, block) for path, block in blocks if get_patch(block, BlockPatch) is None]
@@ -128,7 +128,7 @@ def find_plan(model: nn.Module, policies: AppliesPolicies) -> Plan:
         if checkpointing is not None and checkpointing.offload is not None and not new_blocks:
             raise ValueError(f"offload={checkpointing.offload!r} has no effect: {message}")
         warn(f"{message} They stay as they are.")
-    return Plan(new_tiled, losses, new_blocks, shared)
+    return Plan(new_tiled, losses, new_blocks, doors)
 
 
 @contextmanager
@@ -167,8 +167,8 @@ class Prepared(AbstractContextManager["Prepared"]):
                     self.offloader = build(policies.activation_checkpointing, policies.ranks_per_node)
                     undo.callback(self.offloader.close)
                 self._checkpoint(plan.blocks, policies.activation_checkpointing, undo)
-            for part in plan.shared:
-                share(part, undo)
+            for door in plan.doors:
+                enable(door, undo)
             self._undo = undo.pop_all()
         inform(self.report().summary())
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lt_tiled.loss.autograd import loss_places
-from lt_tiled.loss.functional import check_shapes, next_labels, tiled_token_logprobs
+from lt_tiled.loss.cross_entropy import shifted
+from lt_tiled.loss.functional import check_shapes, tiled_token_logprobs
 from lt_tiled.policies import check_count
 
 
@@ -36,7 +37,7 @@ class _TiledMetric(Metric):
     def update(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> None:
         """Add a batch: hidden states ``[..., H]``, the head's weight ``[V, H]``, labels ``[...]``."""
         check_shapes(hidden, weight, labels, bias)
-        labels = next_labels(labels, self.ignore_index) if self.shift else labels
+        labels = shifted(labels, self.ignore_index) if self.shift else labels
         self.total += self._sum(hidden, weight, labels, bias)
         self.count += (labels != self.ignore_index).sum()
 

@@ -15,7 +15,7 @@ from lt_tiled.modules.find import walk_all
 from lt_tiled.modules.patch import get_patch, get_patches
 from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.recompute.blocks import BlockPatch
-from lt_tiled.sequence_parallel.forward import SharedBlock
+from lt_tiled.sequence_parallel.blocks import SharedBlock
 from lt_tiled.tiling.patch import tiled_patches
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Report:
                 if block.offload is not None:
                     offloaded = block.offload.offloader.stats
             for part in get_patches(module, SharedBlock):
-                shared[part.sharing.owner] = part.sharing.size
+                shared[part.door.owner] = part.door.size
         return cls(tuple(tiled), tuple(blocks), tuple(losses), tuple(norms), offloaded, tuple(shared.items()))
 
     def summary(self) -> str:

@@ -23,7 +23,7 @@ from lt_tiled.loss.transformers import find_losses, patch_losses
 from lt_tiled.modules.cache import loss_function_set
 from lt_tiled.modules.find import full_shape, is_flat, plain_name
 from lt_tiled.policies import as_loss, check_count
-from lt_tiled.sequence_parallel.region import gathered
+from lt_tiled.sequence_parallel.ulysses import gathered
 
 
 class CausalLM(LightningModule):

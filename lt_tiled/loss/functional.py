@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from lt_tiled.loss.autograd import Count, LossTiles, Reduction
-from lt_tiled.loss.cross_entropy import CrossEntropy, shifted, wide_dtype
+from lt_tiled.loss.cross_entropy import CrossEntropy, shifted
 from lt_tiled.loss.products import linear
 from lt_tiled.modules.patch import without_compiler
-from lt_tiled.sequence_parallel.region import current
 
 
 @without_compiler
@@ -49,8 +48,7 @@ def tiled_linear_cross_entropy(
         logit_softcap: See :class:`~lt_tiled.loss.cross_entropy.CrossEntropy`, as for the next two.
         logit_scale: A factor of the logits.
         z_loss: A penalty on the normalizer.
-        shift: Token ``t`` predicts label ``t + 1`` along the labels' last dimension, as in causal models. Where ranks
-            share a sequence, the last token of a rank predicts the first label of the next one.
+        shift: Token ``t`` predicts label ``t + 1`` along the labels' last dimension, as in causal models.
         count: For ``"mean"``, what to divide by instead of the labels that count here: a positive number, or
             ``"global"`` for the mean of all ranks' counts, so that the mean of the ranks' gradients is that over all of
             their labels.
@@ -64,19 +62,9 @@ def tiled_linear_cross_entropy(
     check_shapes(hidden, weight, labels, bias)
     kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss)
     tiles = LossTiles(kind, reduction, num_shards)
-    labels = next_labels(labels, ignore_index) if shift else labels
+    labels = shifted(labels, ignore_index) if shift else labels
     weights = [weight] if bias is None else [weight, bias]
-    region = current()
-    if region is None or region.size == 1 or reduction == "none":
-        return tiles.loss(linear, hidden, labels, weights, count)
-    # The mean over the ranks of what each returns is the loss of all: see NOTE [Sequence parallelism].
-    if count is None and reduction == "mean":
-        count = region.mean(kind.counted(labels).sum().to(wide_dtype(hidden)))
-    elif count is not None and count != "global":
-        count = count / region.size
-    loss = tiles.loss(linear, hidden, labels, weights, count)
-    region.losses += 1
-    return loss * region.size if reduction == "sum" else loss
+    return tiles.loss(linear, hidden, labels, weights, count)
 
 
 def tiled_token_logprobs(
@@ -87,14 +75,6 @@ def tiled_token_logprobs(
     The options are those of :func:`tiled_linear_cross_entropy` but for the reduction, and so are the errors raised.
     """
     return -tiled_linear_cross_entropy(hidden, weight, labels, bias, reduction="none", **options)
-
-
-def next_labels(labels: Tensor, ignore_index: int) -> Tensor:
-    """Return for each token the next one's label, and none for the last one of a sequence: ``[..., S]``."""
-    region = current()
-    if region is None or region.size == 1:
-        return shifted(labels, ignore_index)
-    return region.shifted(labels.long(), ignore_index)
 
 
 def check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:

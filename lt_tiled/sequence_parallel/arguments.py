@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.cache import by_name
 
-DOCUMENTS = ("cu_seq_lens", "max_length")
-"""How arguments begin that tell the places of packed documents."""
+DOCUMENTS = ("cu_seq_lens", "max_length", "seq_idx")
+"""How arguments begin that tell the places of packed documents, which functions over all tokens need whole."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,21 @@ class Call:
     def run(self, forward: Callable[..., Any]) -> Any:
         return forward(self.module, *self.args, **self.kwargs)
 
-    def without_documents(self) -> Call:
-        """Return the call without the places of packed documents, which are of another sequence length."""
-        kwargs = {name: value for name, value in self.kwargs.items() if not name.startswith((*DOCUMENTS, "seq_idx"))}
-        return Call(self.module, self.args, kwargs)
+    def with_tokens(self, tokens: Tensor) -> Call:
+        """Return the call for other ``tokens``, as many as these."""
+        old = self.tokens
+        return self.replaced(**pytree.tree_map(lambda leaf: tokens if leaf is old else leaf, self.arguments))
+
+    def shortened(self, owner: str, total: int, tokens: int) -> Call:
+        """Return the call with the first tokens alone, and without the places of packed documents."""
+        assert self.tokens is not None
+        kwargs = {name: value for name, value in self.kwargs.items() if not name.startswith(DOCUMENTS)}
+        call = Call(self.module, self.args, kwargs)
+
+        def first(tensor: Tensor, dim: int) -> Tensor:
+            return tensor.narrow(dim, 0, tokens)
+
+        return call.changed(owner, total, first(self.tokens, 1), first, masks=True)
 
     def changed(
         self, owner: str, total: int, tokens: Tensor, change: Callable[[Tensor, int], Tensor], masks: bool = False
@@ -97,12 +108,3 @@ def token_dims(owner: str, name: str, tensor: Tensor, total: int) -> list[int]:
             f" which dimension has the {total} tokens: use another sequence length."
         )
     return dims
-
-
-def repeated_to(tokens: int) -> Callable[[Tensor, int], Tensor]:
-    """Return a function that repeats or cuts a dimension to a number of tokens."""
-
-    def repeated(tensor: Tensor, dim: int) -> Tensor:
-        return torch.cat([tensor] * -(-tokens // tensor.shape[dim]), dim).narrow(dim, 0, tokens)
-
-    return repeated

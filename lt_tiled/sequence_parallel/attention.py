@@ -1,6 +1,6 @@
 """Where attention is found: in the attention interface of transformers, and in calls of torch's function.
 
-Outside of a region it is computed as always, and a block with activation checkpointing may keep it.
+Outside of a shared pass it is computed as always, and a block with activation checkpointing may keep it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lt_tiled.recompute.keep import attending
-from lt_tiled.sequence_parallel.exchange import Share, attend
-from lt_tiled.sequence_parallel.region import Region, current
+from lt_tiled.sequence_parallel.exchange import HeadShard, over_heads
+from lt_tiled.sequence_parallel.ulysses import UlyssesState, current
 
 
 class Replacement:
@@ -39,39 +39,40 @@ class Replacement:
 
 
 class _Shared(Replacement):
-    """An attention function in the table of transformers, which attends to the tokens of all ranks in a region."""
+    """An attention function in the table of transformers, which attends to the tokens of all ranks in a shared pass."""
 
     def run(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        region = current()
-        if region is None:
+        state = current()
+        if state is None:
             with attending():
                 return self.function(module, query, key, value, attention_mask, *args, **kwargs)
         if kwargs.get("position_bias") is not None:
             raise ValueError(
-                f"{region.owner} adds a position bias to attention, which sequence parallelism cannot cut: use a model"
+                f"{state.owner} adds a position bias to attention, which sequence parallelism cannot cut: use a model"
                 " with other positions, or sequence_parallel=1."
             )
-        mask = region.mask if isinstance(region.made_mask, Tensor) else attention_mask
+        mask = state.mask if isinstance(state.decoder_mask, Tensor) else attention_mask
         if kwargs.get("position_ids") is not None:
-            kwargs["position_ids"] = region.position_ids
+            kwargs["position_ids"] = state.positions
         heads, sinks = query.shape[1], kwargs.get("s_aux")
-        documents = region.documents if mask is None and region.documents else [region.total]
+        lengths = list(state.documents) if mask is None and state.documents else [state.total]
 
-        def attention(q: Tensor, k: Tensor, v: Tensor, mine: Share, *own_sinks: Tensor) -> Tensor:
+        def attention(q: Tensor, k: Tensor, v: Tensor, mine: HeadShard, *own_sinks: Tensor) -> Tensor:
             part, options = _Grouped(module, q.shape[1] // k.shape[1]), kwargs
             if own_sinks:
                 part.__dict__["sinks"] = own_sinks[0]  # where eager attention finds them
                 options = kwargs | {"s_aux": own_sinks[0]}
-            own_mask, outputs = _mask_of(region, mask, mine.heads, heads), []
-            for own in zip(q.split(documents, 2), k.split(documents, 2), v.split(documents, 2), strict=True):
+            # Each document attends to itself alone.
+            own_mask, outputs = _mask_of(state, mask, mine.heads, heads), []
+            for own in zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2), strict=True):
                 outputs.append(self.function(part, *own, own_mask, *args, **options)[0])
             out: Tensor = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
             return out.transpose(1, 2)
 
         vectors = [] if sinks is None else [sinks]
-        return attend(region, query, key, value, attention, vectors).transpose(1, 2).contiguous(), None
+        return attend(state, query, key, value, attention, vectors).transpose(1, 2).contiguous(), None
 
 
 class _Grouped:
@@ -129,15 +130,15 @@ def _restore(table: Any, name: str, shared: Replacement) -> None:
 
 
 class AttentionMode(TorchFunctionMode):
-    """Lets ``F.scaled_dot_product_attention`` attend to the tokens of all ranks in a region."""
+    """Lets ``F.scaled_dot_product_attention`` attend to the tokens of all ranks in a shared pass."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        region, kwargs = current(), kwargs or {}
-        if region is None:
+        state, kwargs = current(), kwargs or {}
+        if state is None:
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             raise ValueError(
-                f"{region.owner} uses nn.MultiheadAttention, whose projections and attention are one function. With"
+                f"{state.owner} uses nn.MultiheadAttention, whose projections and attention are one function. With"
                 " sequence parallelism call F.scaled_dot_product_attention in its place."
             )
         if func is not F.scaled_dot_product_attention:
@@ -150,23 +151,54 @@ class AttentionMode(TorchFunctionMode):
 
         grouped = call.pop("enable_gqa", False)  # one key head may be broadcast instead
 
-        def attention(q: Tensor, k: Tensor, v: Tensor, mine: Share) -> Tensor:
+        def attention(q: Tensor, k: Tensor, v: Tensor, mine: HeadShard) -> Tensor:
             options = call | {"is_causal": causal, "enable_gqa": grouped and q.shape[1] != k.shape[1]}
-            out: Tensor = func(q, k, v, _mask_of(region, mask, mine.heads, heads), **options)
+            out: Tensor = func(q, k, v, _mask_of(state, mask, mine.heads, heads), **options)
             return out
 
-        return attend(region, query, key, value, attention)
+        return attend(state, query, key, value, attention)
 
 
-def _mask_of(region: Region, mask: Any, mine: slice, heads: int) -> Any:
+Attention = Callable[..., Tensor]
+"""Computes attention of some heads: from queries ``[B, h, S, D]``, keys and values ``[B, k, S, D]``, the head shard of
+the rank, and parts of vectors, to ``[B, h, S, D]``."""
+
+
+def attend(
+    state: UlyssesState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention: Attention,
+    vectors: Sequence[Tensor] = (),
+) -> Tensor:
+    """Compute the attention of a rank's tokens ``[B, H, S/n, D]`` to the tokens of all ranks.
+
+    ``attention`` gets its heads' part of ``vectors``, which have an entry for each query head.
+    """
+    shapes = [list(tensor.shape) for tensor in (query, key, value)]
+    if any(len(shape) != 4 or shape[2] != state.length for shape in shapes):
+        raise ValueError(
+            f"{state.owner} was given queries, keys and values of the shapes {shapes}. Sequence parallelism needs"
+            f" self-attention of all {state.length} tokens of the rank, [B, heads, {state.length}, D]: use another"
+            " attention, or name modules without this one in SequenceParallel(targets=...)."
+        )
+
+    def compute(mine: HeadShard, queries: Sequence[Tensor], keys: Sequence[Tensor], own: Sequence[Tensor]) -> Tensor:
+        return attention(*queries, *keys, mine, *own)
+
+    return over_heads(state, "attention", [query], [key, value], vectors, compute)
+
+
+def _mask_of(state: UlyssesState, mask: Any, mine: slice, heads: int) -> Any:
     """Return the mask of a rank's heads, or refuse one that is not for all tokens."""
     if mask is None:
         return None
     keys, queries = mask.shape[-1], mask.shape[-2] if len(mask.shape) > 2 else 1  # [B, S] is padding
-    if keys not in (1, region.total) or queries not in (1, region.total):
+    if keys not in (1, state.total) or queries not in (1, state.total):
         raise ValueError(
-            f"{region.owner} was given an attention mask of the shape {list(mask.shape)}, which is not that of all"
-            f" {region.total} tokens. Make masks before the first block, or leave them out for causal attention."
+            f"{state.owner} was given an attention mask of the shape {list(mask.shape)}, which is not that of all"
+            f" {state.total} tokens. Make masks before the first block, or leave them out for causal attention."
         )
     several = len(mask.shape) > 2 and mask.shape[-3] == heads > 1
     return mask[(slice(None),) * (len(mask.shape) - 3) + (mine,)] if several else mask
@@ -195,15 +227,15 @@ def shared_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(function)
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        region = current()
-        if region is None:
+        state = current()
+        if state is None:
             with attending():
                 return function(query, key, value, *args, **kwargs)
 
-        def own(q: Tensor, k: Tensor, v: Tensor, mine: Share) -> Tensor:
+        def own(q: Tensor, k: Tensor, v: Tensor, mine: HeadShard) -> Tensor:
             return function(q, k, v, *args, **kwargs)
 
-        return attend(region, query, key, value, own)
+        return attend(state, query, key, value, own)
 
     uncompiled: Callable[..., Tensor] = torch.compiler.disable(attention)
     return uncompiled

@@ -1,6 +1,8 @@
-"""What a causal model of transformers needs around its region: masks and positions of all tokens, and the loss.
+"""The door to a causal model of transformers: from its token ids to its loss.
 
-Whatever depends on all tokens and is small is computed from all of them here, and then cut or noted in the region.
+Whatever depends on all tokens and is small is computed from all of them here, and then cut, or kept in the state of the
+shared pass. A call without labels, or of a model that computes something else before its first block, is shared by its
+blocks (``blocks.py``).
 """
 
 from __future__ import annotations
@@ -14,18 +16,113 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lt_tiled._log import inform
 from lt_tiled.loss.cross_entropy import shifted, wide_dtype
 from lt_tiled.modules.cache import loss_function_set
 from lt_tiled.modules.patch import Order, Patch, is_of
+from lt_tiled.sequence_parallel.agreement import check_same_batch
 from lt_tiled.sequence_parallel.arguments import Call
-from lt_tiled.sequence_parallel.positions import documents_of
-from lt_tiled.sequence_parallel.region import Region, current
-from lt_tiled.sequence_parallel.states import STATE_LAYERS
+from lt_tiled.sequence_parallel.blocks import around_blocks, end_pass
+from lt_tiled.sequence_parallel.door import Door
+from lt_tiled.sequence_parallel.masks import masks_of
+from lt_tiled.sequence_parallel.self_check import Checked, checking
+from lt_tiled.sequence_parallel.ulysses import UlyssesState, current, entered
 
-MAX_MASK_BYTES = 2**30
-"""The largest mask of all tokens that is made, in bytes."""
-_NEEDS_CACHE = ("use_cache", "past_key_values", "position_ids")
-"""Arguments with which the default cache may matter: transformers finds packed documents where there is none."""
+
+class SharedModel(Patch):
+    """On the module that calls the blocks."""
+
+    order = Order.SEQUENCE
+
+    def __init__(self, door: Door, rotary: bool) -> None:
+        self.door = door
+        self.rotary = rotary
+        """Whether positions are rotary tables, so that nothing else before the blocks needs all tokens."""
+        self.checked = Checked(door)
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call, door = Call(module, args, kwargs), self.door
+        if current() is not None or checking() is not None:
+            return call.run(self.inner)
+        door.refuse_cross_attention(call)
+        to_loss = not door.hand_written and self._is_shared_to_loss(call)
+        compared = True
+        if not door.hand_written:
+            refuse_outputs(door.owner, call, to_loss)
+            if not to_loss:
+                call = without_unused_cache(call)
+            compared = to_loss or not (fills_cache(call) or is_partial(call))  # otherwise ranks may generate apart
+        if compared:
+            assert door.group is not None
+            check_same_batch(door.owner, door.group, call.arguments)
+            tokens = call.tokens
+            total = 0 if tokens is None or tokens.dim() > 3 else tokens.shape[1]
+            self.checked.run(call, self._decoded if to_loss else self._run, total)
+        if to_loss:
+            return self._to_loss(call)
+        with around_blocks(door.owner, compared):
+            return call.run(self.inner)
+
+    def _is_shared_to_loss(self, call: Call) -> bool:
+        """Whether a call of a causal model is shared from its token ids to its loss.
+
+        Otherwise it is shared up to the last block: GPT-2 reshapes behind its blocks to the shape of all.
+        """
+        if not computes_loss(call):
+            return False
+        model: Any = call.module
+        if self.door.mode is not None:
+            because = "it gives masks to torch's attention itself"
+        elif not self.rotary:
+            because = "it has no rotary position embeddings"
+        elif model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
+            because = "the noise of its embeddings (neftune_noise_alpha) depends on the sequence length"
+        else:
+            return True
+        inform(
+            f"{self.door.owner} computes what is before and behind its blocks for all tokens on each rank: {because}",
+            once=f"all tokens {self.door.owner}",
+        )
+        return False
+
+    def _to_loss(self, call: Call) -> Any:
+        """Run a causal model on the rank's own tokens, and return its output with the loss of the whole sequence."""
+        state, own = shared_arguments(self.door, call)
+        as_tuple = own.pop("return_dict", None) is False
+        with shared_loss(state, call), entered(state):
+            output = self.inner(call.module, **own)
+        end_pass(state, output["loss"])
+        output["loss"] = state.mean(output["loss"])
+        if output.get("logits") is not None:
+            output["logits"] = None  # those of this rank's tokens
+        return output.to_tuple() if as_tuple else output
+
+    # In a self-check
+
+    def _decoded(self, call: Call, shared: bool) -> list[Tensor]:
+        """Return the hidden states that the decoder of a causal model gives to its head."""
+        model = cast(Any, call.module)
+        if not shared:
+            given, state = call.arguments | {"use_cache": False}, None
+        else:
+            state, given = shared_arguments(self.door, call)
+        taken = inspect.signature(type(model.base_model).forward).parameters
+        with entered(state):
+            output = model.base_model(**{name: value for name, value in given.items() if name in taken})
+            return [output[0] if state is None else state.gathered(output[0])]
+
+    def _run(self, call: Call, shared: bool) -> list[Tensor]:
+        """Return the floating-point tensors of a model's output."""
+        if not shared:
+            output = call.run(self.inner)
+        else:
+            with around_blocks(self.door.owner, True):
+                output = call.run(self.inner)
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        return [leaf for leaf in leaves if leaf.is_floating_point()]
+
+
+# What a call wants
 
 
 def refuse_outputs(owner: str, call: Call, to_loss: bool) -> None:
@@ -73,8 +170,7 @@ def fills_cache(call: Call) -> bool:
     asked = call.arguments.get("use_cache")
     if asked is None:
         asked = getattr(model.config.get_text_config(), "use_cache", False)
-    recomputes = model.training and any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
-    return bool(asked) and not recomputes
+    return bool(asked)
 
 
 def without_unused_cache(call: Call) -> Call:
@@ -82,72 +178,37 @@ def without_unused_cache(call: Call) -> Call:
     parameters = inspect.signature(type(call.module).forward).parameters
     takes = "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     trains = call.module.training or call.arguments.get("labels") is not None
-    needed = any(call.arguments.get(name) is not None for name in _NEEDS_CACHE)
-    if not takes or not trains or needed or not fills_cache(call):
+    asked = call.arguments.get("use_cache") is not None or call.arguments.get("past_key_values") is not None
+    if not takes or not trains or asked or not fills_cache(call):
         return call
     return Call(call.module, call.args, call.kwargs | {"use_cache": False})
 
 
-def own_arguments(region: Region, call: Call) -> dict[str, Any]:
-    """Return the arguments of a model for the rank's own tokens, and note masks and positions of all in the region."""
+# From all tokens to the rank's own
+
+
+def shared_arguments(door: Door, call: Call) -> tuple[UlyssesState, dict[str, Any]]:
+    """Return the state of a pass that is shared to the loss, and the model's arguments for the rank's own tokens."""
     tokens, positions = call.tokens, call.arguments.get("position_ids")
     assert tokens is not None
-    documents = None if fills_cache(call) else positions  # transformers ignores them while it fills a cache
-    masks = _masks(region, call, documents, tokens)
+    total = tokens.shape[1]
+    # 1. Masks and positions of all tokens.
+    masks, documents = masks_of(door.owner, call, tokens)
+    mask = None
     if not isinstance(masks, dict):
-        region.mask = masks
+        mask = masks
         masks = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)  # four dimensions: it makes no other
-    region.position_ids = torch.arange(region.total, device=tokens.device)[None] if positions is None else positions
-    own = call.changed(region.owner, region.total, region.local(tokens), region.local).arguments
-    region.own_position_ids = region.local(region.position_ids, -1)
-    region.made_mask = masks
-    padding = call.arguments.get("attention_mask")  # which the head is given, and its decoder is not
-    return own | {"attention_mask": padding, "position_ids": region.own_position_ids, "use_cache": False}
-
-
-def _masks(region: Region, call: Call, positions: Tensor | None, tokens: Tensor) -> Any:
-    """Return the masks of all tokens as transformers makes them: one, or one for each kind of layer.
-
-    Packed documents that the position ids show are noted in the region instead, where attention can run on each. A mask
-    that would be too large is refused.
-    """
-    from transformers.masking_utils import create_masks_for_generate
-
-    model: Any = call.module
-    mask = call.arguments.get("attention_mask")
-    if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.dim() == 4):
-        return mask
-    config, total, batch = model.config, region.total, tokens.shape[0]
-    implementation = str(config._attn_implementation)
-    dense, eager = implementation == "sdpa", implementation == "eager"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    states = kinds & STATE_LAYERS - {"hybrid_sliding"}
-    plain = kinds - states - {"mlp", "moe"} <= {"full_attention"} if kinds else not any(windows)
-    if dense and plain and positions is not None and mask is None and batch == 1:
-        documents = documents_of(positions)
-        if len(documents) > 1:
-            region.documents = documents
-            if states:  # models look masks up by the kinds of their parts
-                kinds |= {"full_attention", "linear_attention"}
-            return dict.fromkeys(kinds) if kinds else None
-    nbytes = batch * total**2 * (model.dtype.itemsize if eager else 1)
-    if (dense or eager) and nbytes > MAX_MASK_BYTES:
-        packed = positions is not None and bool((positions.diff() != 1).any())
-        padded = mask is not None and not bool(mask.all())
-        if eager or packed or padded or (not plain and total > min(filter(None, windows), default=0)):
-            raise ValueError(
-                f"{region.owner} needs a mask of {nbytes >> 20} MiB for {total} tokens, and at most"
-                f" {MAX_MASK_BYTES >> 20} MiB are made: use flash or flex attention, or, instead of padding, documents"
-                " packed in one row with position_ids that begin at 0 for each."
-            )
-    like = torch.empty((), dtype=model.dtype, device=tokens.device).expand(batch, total, 1)
-    make = getattr(model, "create_masks_for_generate", create_masks_for_generate)  # some models have their own
-    return make(config, like, mask, None, positions)
+    if positions is None:
+        positions = torch.arange(total, device=tokens.device)[None]
+    state = door.state(total, positions=positions, documents=documents, mask=mask, decoder_mask=masks)
+    # 2. The rank's own tokens. The head is given the padding of all, and its decoder is not.
+    own = call.changed(door.owner, total, state.own(tokens), state.own).arguments
+    padding = call.arguments.get("attention_mask")
+    return state, own | {"attention_mask": padding, "position_ids": state.own_positions, "use_cache": False}
 
 
 @contextmanager
-def shared_loss(region: Region, call: Call) -> Iterator[None]:
+def shared_loss(state: UlyssesState, call: Call) -> Iterator[None]:
     """Let a model compute its loss from the rank's own labels, which are shifted before they are cut.
 
     Each rank divides by the mean of the ranks' counts of labels: see NOTE [Sequence parallelism].
@@ -164,6 +225,9 @@ def shared_loss(region: Region, call: Call) -> Iterator[None]:
     targets = call.arguments.get("shift_labels")
     if targets is None:
         targets = shifted(labels, ignored)
+    # Tokens that repeat the last one have no label.
+    own = state.own(targets).clone()
+    own[:, state.count :] = ignored
 
     def loss_function(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -171,15 +235,15 @@ def shared_loss(region: Region, call: Call) -> Iterator[None]:
         count = kwargs.get("num_items_in_batch")
         if count is None:
             count = (targets != ignored).sum()
-        kwargs["num_items_in_batch"] = torch.as_tensor(count, device=logits.device).to(wide_dtype(logits)) / region.size
-        kwargs["shift_labels"] = region.local(targets).contiguous()
+        kwargs["num_items_in_batch"] = torch.as_tensor(count, device=logits.device).to(wide_dtype(logits)) / state.size
+        kwargs["shift_labels"] = own
         return function(logits, *args, **kwargs)
 
     with loss_function_set(model, loss_function):
         yield
     if calls != 1:
         raise ValueError(
-            f"{region.owner} did not compute its loss by its loss_function, so its labels cannot be shared: call it"
+            f"{state.owner} did not compute its loss by its loss_function, so its labels cannot be shared: call it"
             " without labels and compute the loss from its output."
         )
 
@@ -193,20 +257,20 @@ class DecoderPatch(Patch):
     order = Order.POSITIONS
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region, call = current(), Call(module, args, kwargs)
-        if region is None or region.made_mask is None:
+        state, call = current(), Call(module, args, kwargs)
+        if state is None or state.decoder_mask is None:
             return call.run(self.inner)
-        output = call.replaced(attention_mask=region.made_mask).run(self.inner)
+        output = call.replaced(attention_mask=state.decoder_mask).run(self.inner)
         if output.get("router_logits") is not None:
-            output["router_logits"] = _of_all_tokens(region, output["router_logits"])
+            output["router_logits"] = _of_all_tokens(state, output["router_logits"])
         return output
 
 
-def _of_all_tokens(region: Region, logits: Any) -> Any:
+def _of_all_tokens(state: UlyssesState, logits: Any) -> Any:
     """Return router logits ``[B * S, E]`` or ``[B, S, E]`` for those of the rank's own tokens, in one all-gather."""
     leaves, form = pytree.tree_flatten(logits)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    rows = [tensor.reshape(-1, region.length, tensor.shape[-1]) for tensor in tensors]
-    parts = region.gathered(torch.cat(rows, -1)).split([row.shape[-1] for row in rows], -1)
+    rows = [tensor.reshape(-1, state.length, tensor.shape[-1]) for tensor in tensors]
+    parts = state.gathered(torch.cat(rows, -1)).split([row.shape[-1] for row in rows], -1)
     whole = iter(p.flatten(0, 1) if t.dim() == 2 else p for t, p in zip(tensors, parts, strict=True))
     return pytree.tree_unflatten([next(whole) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)

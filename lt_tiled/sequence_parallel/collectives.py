@@ -39,51 +39,42 @@ def _(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
 
 
 @torch.library.custom_op("lt_tiled::all_gather", mutates_args=())
-def all_gather(x: Tensor, lengths: list[int], dim: int, group: str) -> Tensor:
-    """Return the parts of all ranks, of ``lengths`` along ``dim``, as one tensor."""
-    longest, mine = max(lengths), x.movedim(dim, 0)
-    padded = mine.contiguous() if len(mine) == longest else _padded(mine, longest)
-    out = x.new_empty(len(lengths) * longest, *mine.shape[1:])
-    _all_gather(out, padded, group=_GROUPS[group])
-    if min(lengths) < longest:
-        out = torch.cat([part[:length] for part, length in zip(out.split(longest), lengths, strict=True)])
+def all_gather(x: Tensor, dim: int, group: str) -> Tensor:
+    """Return the equally large parts of all ranks, along ``dim``, as one tensor."""
+    mine = x.movedim(dim, 0).contiguous()
+    out = x.new_empty(_GROUPS[group].size() * len(mine), *mine.shape[1:])
+    _all_gather(out, mine, group=_GROUPS[group])
     return out.movedim(0, dim).contiguous()
 
 
 @all_gather.register_fake
-def _(x: Tensor, lengths: list[int], dim: int, group: str) -> Tensor:
-    return x.new_empty(*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :])
+def _(x: Tensor, dim: int, group: str) -> Tensor:
+    return x.new_empty(*x.shape[:dim], _GROUPS[group].size() * x.shape[dim], *x.shape[dim + 1 :])
 
 
 @torch.library.custom_op("lt_tiled::reduce_scatter", mutates_args=())
-def reduce_scatter(x: Tensor, lengths: list[int], dim: int, group: str) -> Tensor:
+def reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
     """Sum a tensor over all ranks and return the rank's own part along ``dim``."""
-    longest, whole = max(lengths), x.movedim(dim, 0)
-    if min(lengths) < longest:
-        whole = torch.cat([_padded(part, longest) for part in whole.split(lengths)])
-    out = x.new_empty(longest, *whole.shape[1:])
-    _reduce_scatter(out, whole.contiguous(), group=_GROUPS[group])
-    return out[: lengths[_GROUPS[group].rank()]].movedim(0, dim).contiguous()
+    whole = x.movedim(dim, 0).contiguous()
+    out = x.new_empty(len(whole) // _GROUPS[group].size(), *whole.shape[1:])
+    _reduce_scatter(out, whole, group=_GROUPS[group])
+    return out.movedim(0, dim).contiguous()
 
 
 @reduce_scatter.register_fake
-def _(x: Tensor, lengths: list[int], dim: int, group: str) -> Tensor:
-    return x.new_empty(*x.shape[:dim], lengths[_GROUPS[group].rank()], *x.shape[dim + 1 :])
+def _(x: Tensor, dim: int, group: str) -> Tensor:
+    return x.new_empty(*x.shape[:dim], x.shape[dim] // _GROUPS[group].size(), *x.shape[dim + 1 :])
 
 
-def _padded(x: Tensor, length: int) -> Tensor:
-    return torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])])
-
-
-def _save_place(ctx: Any, inputs: Any, output: Any) -> None:
-    _, ctx.lengths, ctx.dim, ctx.group = inputs
+def _save_dim(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.dim, ctx.group = inputs
 
 
 def _scatter_back(ctx: Any, gradient: Tensor) -> Any:
-    return reduce_scatter(gradient, ctx.lengths, ctx.dim, ctx.group), None, None, None
+    return reduce_scatter(gradient, ctx.dim, ctx.group), None, None
 
 
-all_gather.register_autograd(_scatter_back, setup_context=_save_place)
+all_gather.register_autograd(_scatter_back, setup_context=_save_dim)
 
 
 @torch.library.custom_op("lt_tiled::group_mean", mutates_args=())

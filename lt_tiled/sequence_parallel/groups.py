@@ -37,6 +37,19 @@ _made: dict[tuple[dist.ProcessGroup | None, int], dist.ProcessGroup] = {}
 """The group of this rank by the group of all ranks and the size: each group has threads and, on a GPU, memory."""
 
 
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks with collectives of the CPU, for which no rank waits for its device."""
+    if "gloo" in dist.get_backend_config(group):
+        return group
+    if group not in _hosts:
+        ranks = dist.get_process_group_ranks(group)
+        _hosts[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _hosts[group]
+
+
+_hosts: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
 def sizes_of(ranks: int) -> list[int]:
     """Return the sizes that groups of these ranks can have."""
     return [size for size in range(1, ranks + 1) if ranks % size == 0]

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel.arguments import Call
-from lt_tiled.sequence_parallel.region import Region, current
+from lt_tiled.sequence_parallel.ulysses import UlyssesState, current
 
 
 class RotaryPatch(Patch):
@@ -26,38 +26,38 @@ class RotaryPatch(Patch):
     order = Order.POSITIONS
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region, call = current(), Call(module, args, kwargs)
-        if region is None or region.size == 1:
+        state, call = current(), Call(module, args, kwargs)
+        if state is None:
             return call.run(self.inner)
         positions = call.arguments.get("position_ids")
-        if not isinstance(positions, Tensor) or positions.shape[-1] != region.length:
+        if not isinstance(positions, Tensor) or positions.shape[-1] != state.length:
             return call.run(self.inner)
-        everything = region.all_positions(positions)
+        everything = state.all_positions(positions)
 
         def in_whole_call(value: Any) -> Any:
             if value is positions:
                 return everything
-            if isinstance(value, Tensor) and value.dim() == 3 and value.shape[1] == region.length:
+            if isinstance(value, Tensor) and value.dim() == 3 and value.shape[1] == state.length:
                 # Hidden states: their shape, dtype and device are read, and not their values.
-                return value.detach()[:, :1].expand(-1, region.total, -1)
+                return value.detach()[:, :1].expand(-1, state.total, -1)
             return value
 
         output = call.replaced(**{name: in_whole_call(value) for name, value in call.arguments.items()}).run(self.inner)
-        return pytree.tree_map(partial(_own_rows, region), output)
+        return pytree.tree_map(partial(_own_rows, state), output)
 
 
-def _own_rows(region: Region, table: Any) -> Any:
+def _own_rows(state: UlyssesState, table: Any) -> Any:
     """Return the rank's own rows of a table ``[..., S, D]`` or ``[..., S]``, without the memory of the others."""
     for dim in (-2, -1):
-        if isinstance(table, Tensor) and table.dim() >= -dim and table.shape[dim] == region.total:
-            return region.local(table, dim).clone()
+        if isinstance(table, Tensor) and table.dim() >= -dim and table.shape[dim] == state.total:
+            return state.own(table, dim).clone()
     return table
 
 
-def documents_of(position_ids: Tensor) -> list[int]:
+def documents_of(position_ids: Tensor) -> tuple[int, ...]:
     """Return the lengths of the documents in a row ``[1, S]`` whose positions begin again with each."""
     starts = (position_ids[0].diff() != 1).nonzero().flatten().add(1).tolist()
-    return [high - low for low, high in pairwise([0, *starts, position_ids.shape[-1]])]
+    return tuple(high - low for low, high in pairwise([0, *starts, position_ids.shape[-1]]))
 
 
 def find_rotary(module: nn.Module) -> list[nn.Module]:

@@ -1,26 +1,38 @@
-"""The self-check of sequence parallelism: a few tokens, whole on each rank and shared, must give the same.
+"""The self-check of sequence parallelism: a first batch, whole on each rank and shared, must give the same.
 
-It also compares what attention is given: queries and keys that were rotated by the positions of a rank's own tokens
-differ as a whole, where the loss would differ in its fourth digit. It also runs on more tokens than the lengths above
-which a model computes something else, as far as its configuration names them.
+The model runs whole, and each of its blocks is compared there: its output and the gradient of its input, whole and
+shared by the ranks. Then the model runs shared, and what its first block is given, such as rotary tables, and what
+comes out is compared with the whole run. Both happen in training mode, if the model is in it, with the probability of
+dropout set to 0; a model that draws random numbers all the same is compared in evaluation mode.
+
+A batch of more than ``TOKENS`` tokens is cut to these, or to more than the windows and other lengths that the
+configuration names. A longer batch is compared again once it is beyond another one of these lengths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from lt_tiled._log import inform
+from lt_tiled.modules.patch import turned_off
+from lt_tiled.recompute.blocks import BlockPatch
 from lt_tiled.recompute.buffers import ModuleState
-from lt_tiled.recompute.mode import random_state_kept
-from lt_tiled.sequence_parallel.region import Region, entered
+from lt_tiled.recompute.mode import RandomState, random_state_kept
+from lt_tiled.sequence_parallel.arguments import Call
+from lt_tiled.sequence_parallel.door import Door
+from lt_tiled.sequence_parallel.ulysses import UlyssesState, entered
 
-TOKENS = 4
-"""Tokens of each rank; the first rank has one more, as lengths may be uneven."""
+TOKENS = 2**11
+"""A sequence of at most so many tokens is checked whole."""
 MOST_TOKENS = 2**13
 """No length above this one is checked with as many tokens."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -29,122 +41,203 @@ TF32 = 1e-2
 """For float32, where its products may be rounded to TF32, with errors of 1e-3, or autocast may round to 16 bits."""
 COARSE = 0.1
 """For 16-bit dtypes."""
-_OF_TOKENS = ("window", "chunk")
-"""Parts of the names of lengths in tokens that a token can see."""
-_OF_POSITIONS = ("original_max_position", "floor_scale", "seq_length", "seq_len", "logn", "log_n")
-"""Parts of the names of positions from which others are scaled."""
-UNNAMED = (64, 256)
-"""Lengths past which models without a configuration are checked: attention may be scaled by the logarithm of one."""
+_RANDOM = ("drop", "noise", "jitter")
+"""Parts of the names of attributes with the probability or size of what is random."""
+_OF_LENGTH = ("window", "chunk", "original_max_position", "floor_scale", "seq_length", "seq_len", "logn", "log_n")
+"""Parts of the names of lengths above which tokens see, or positions are, something else."""
 _REMEDY = (
     "Use the sdpa, flash or flex attention of transformers, pass position_ids that the model reads, or name the modules"
     " that are independent of this in SequenceParallel(targets=...)."
 )
 
 
-def check_shared(
-    module: nn.Module,
-    owner: str,
-    device: torch.device,
-    regions: Sequence[Region],
-    run: Callable[[Region], Tensor],
-    blocks: bool,
-) -> None:
-    """Compare a call of a module with its tokens on one rank and shared by the group, in evaluation mode.
+Run = Callable[[Call, bool], list[Tensor]]
 
-    All ranks raise ``ValueError`` if they differ on any.
 
-    Args:
-        module: What runs.
-        owner: The name in messages.
-        device: Where it runs.
-        regions: A region of one rank, and one of the group. They record what attention is given.
-        run: Calls the module in a region and returns its output for the rank's own tokens, ``[B, n, ...]``, or the
-            loss of all.
-        blocks: Whether all of the module is in the region. Otherwise it may attend elsewhere, and is not checked if it
-            cannot run on so few tokens.
-    """
-    outputs: list[Tensor] = []
-    for region in regions:
+class Check:
+    """One comparison of a model with itself."""
+
+    def __init__(self, door: Door, module: nn.Module) -> None:
+        self.door, self.module, self.gradients = door, module, torch.is_grad_enabled()
+        self.whole = True
+        """Whether the model runs whole now, and not shared."""
+        self.problems: list[str] = []
+        self.given: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        """What each block was given besides hidden states, for the rank's own tokens: in the whole run, and shared."""
+
+    def note(self, call: Call) -> None:
+        """Note what a block is given for the rank's own tokens."""
+        others = {name: value for name, value in call.arguments.items() if value is not call.tokens}
+        self.given[self.whole].append(others)
+
+    def block(self, name: str, call: Call, inner: Callable[..., Any]) -> Any:
+        """Run a block on all tokens, and compare it with the same block shared by the ranks."""
+        assert call.tokens is not None
+        state = self.door.state_of_blocks(call, call.tokens)
+        whole, true, gradient = self._run(call, call.tokens, inner, None)
+        local = call.changed(name, state.total, state.own(call.tokens), state.own)
+        self.note(local)
         try:
-            outputs.append(_run_apart(module, device, region, run))
+            assert local.tokens is not None
+            with entered(state):
+                _, found, own_gradient = self._run(local, local.tokens, inner, state)
         except (RuntimeError, IndexError, TypeError) as error:
             if isinstance(error, torch.OutOfMemoryError | dist.DistError):
                 raise
-            if outputs:
-                raise ValueError(
-                    f"{owner} runs on {region.total} tokens, and cannot run on the {region.length} of them that are"
-                    f" this rank's ({error}). It may read something of all tokens from an attribute, as positions, or"
-                    f" have an attention function of its own. Pass it what it reads as an argument. {_REMEDY}"
-                ) from error
-            if not blocks:  # on all ranks: they have the same tokens
-                return
             raise ValueError(
-                f"{owner} cannot run on {region.total} tokens, with which sequence parallelism checks it ({error})."
-                f" It may need a number of tokens that is a product of others, as of an image. {_REMEDY}"
+                f"{name} runs on {state.total} tokens, and cannot run on the {state.length} of them that are this"
+                f" rank's ({error}). It may read something of all tokens from an attribute, as positions, or have an"
+                f" attention function of its own. Pass it what it reads as an argument. {_REMEDY}"
             ) from error
-    dtype = _computes_in(module, regions[0], outputs[0])
-    # Positions of the first rank begin at 0: it may find nothing.
-    problems: list[str | None] = [None] * regions[1].size
-    dist.all_gather_object(problems, _difference(owner, regions, outputs, blocks, dtype), group=regions[1].group)
-    for problem in problems:
-        if problem is not None:
+        unseen = "" if state.calls else " None of its attention was seen."
+        self.compare(name, f"another output{unseen}", found, state.valid(state.own(true)))
+        if gradient is not None and own_gradient is not None:
+            own = state.valid(state.own(gradient))
+            self.compare(name, "another gradient of its input", state.valid(own_gradient), own)
+        return whole
+
+    def _run(
+        self, call: Call, tokens: Tensor, inner: Callable[..., Any], state: UlyssesState | None
+    ) -> tuple[Any, Tensor, Tensor | None]:
+        """Run a block, and return its output, the rank's hidden states, and a gradient of its input.
+
+        Their own gradient would be zero behind a norm: they are its direction in another order of channels.
+        """
+        graph = self.gradients and tokens.is_floating_point()
+        with torch.enable_grad() if graph else nullcontext(), turned_off(call.module, BlockPatch):
+            x = tokens.detach().clone().requires_grad_(graph)
+            output = call.with_tokens(x).run(inner)
+            hidden = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+            if state is not None:
+                hidden = state.valid(hidden)
+            gradient = None
+            if graph and hidden.requires_grad:
+                gradient = torch.autograd.grad(hidden, x, hidden.detach().flip(-1), allow_unused=True)[0]
+        return output, hidden.detach(), gradient
+
+    def compare_given(self, name: str) -> None:
+        """Compare what blocks were given in both runs, tensor by tensor."""
+        for whole, shared in zip(self.given[True], self.given[False], strict=False):
+            for argument in whole.keys() & shared.keys():
+                pairs = zip(pytree.tree_leaves(shared[argument]), pytree.tree_leaves(whole[argument]), strict=False)
+                for found, true in pairs:
+                    both = isinstance(found, Tensor) and isinstance(true, Tensor) and found.shape == true.shape
+                    if both and found.is_floating_point() and "mask" not in argument:
+                        self.compare(name, f"other {argument} in its blocks", found, true)
+
+    def compare(self, name: str, what: str, found: Tensor, true: Tensor) -> None:
+        """Note a problem if two tensors differ by more than rounding."""
+        if error := _excess(found, true, _computes_in(self.module, true)):
+            self.problems.append(
+                f"{name} has {what} when {self.door.size} ranks share the sequence (relative difference {error:.1e})."
+                " It may mix tokens in other code than an attention function of transformers or"
+                " F.scaled_dot_product_attention, or compute something, such as positions or a scale, from the number"
+                f" of tokens that it is given. {_REMEDY}"
+            )
+
+    def verdict(self) -> None:
+        """Raise ``ValueError`` on all ranks if there is a problem on any: each of them has seen its own tokens."""
+        found: list[list[str]] = [[] for _ in range(self.door.size)]
+        dist.all_gather_object(found, self.problems[:1], group=self.door.group)
+        for problem in chain.from_iterable(found):
             raise ValueError(problem)
 
 
-def _run_apart(module: nn.Module, device: torch.device, region: Region, run: Callable[[Region], Tensor]) -> Tensor:
-    """Return the output in a region. Everything is left as it was."""
-    with torch.no_grad(), random_state_kept(device), _as_it_was(module), entered(region):
-        for part in module.modules():
-            part.training = False
-        return run(region)
+_check: ContextVar[Check | None] = ContextVar("check", default=None)
+
+
+def checking() -> Check | None:
+    """Return the comparison that runs now."""
+    return _check.get()
+
+
+class Checked:
+    """What a part of a model passed the self-check with."""
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self.passed: dict[bool, int] = {}
+        """How many of the lengths that the configuration names are below the longest sequence that was checked, in
+        training mode and in evaluation mode."""
+
+    def run(self, call: Call, run: Run, total: int) -> None:
+        """Compare a call with itself, once for each mode and each length above which the model may compute otherwise.
+
+        All ranks raise ``ValueError`` if there is a difference on any.
+
+        Args:
+            call: Of the module that calls the blocks.
+            run: Calls it, shared or not, and returns what to compare, for all tokens.
+            total: The sequence length, or 0 if it is not known.
+        """
+        module, door = call.module, self.door
+        below = sum(length < total for length in door.lengths)
+        if not door.policy.self_check or below <= self.passed.get(module.training, -1):
+            return
+        named = [2 * length for length in door.lengths if length < total and 2 * length <= MOST_TOKENS]
+        tokens = min(total, max([TOKENS, *named]))
+        if tokens < total:
+            call = call.shortened(door.owner, total, tokens)
+        if call.tokens is not None and call.tokens.is_floating_point():
+            # Dropout in front of the module differs between ranks.
+            same = call.tokens.detach().clone()
+            dist.broadcast(same, group=door.group, group_src=0)
+            call = call.with_tokens(same)
+        # In the mode of the call, and if random numbers are drawn in it, in evaluation mode.
+        if not self._compared(call, run, module.training, tokens < total):
+            self._compared(call, run, False, tokens < total)
+        self.passed[module.training] = below
+
+    def _compared(self, call: Call, run: Run, training: bool, cut: bool) -> bool:
+        """Compare in one mode, and return whether that was possible: in training no random numbers may be drawn."""
+        module, owner = call.module, self.door.owner
+        device = torch.device("cpu") if call.tokens is None else call.tokens.device
+        check = Check(self.door, module)
+        token = _check.set(check)
+        try:
+            with torch.no_grad(), random_state_kept(device), _as_it_was(module, training):
+                before = RandomState.now(device)
+                try:
+                    whole = run(call, False)
+                except (RuntimeError, IndexError, TypeError) as error:
+                    if not cut or isinstance(error, torch.OutOfMemoryError | dist.DistError):
+                        raise
+                    inform(f"{owner} is not checked, because it cannot run on a part of its tokens: {error}")
+                    return True
+                if training and not before.same_as(RandomState.now(device)):
+                    return False
+                check.verdict()
+                check.whole = False
+                outputs = run(call, True)
+                check.compare_given(owner)
+                for found, true in zip(outputs, whole, strict=True):
+                    check.compare(owner, "another output", found, true)
+                check.verdict()
+        finally:
+            _check.reset(token)
+        return True
 
 
 @contextmanager
-def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Undo changes of buffers and attributes, training modes among them."""
+def _as_it_was(module: nn.Module, training: bool) -> Iterator[None]:
+    """Run a module in a mode, without dropout. Undo changes of buffers and attributes, training modes among them."""
     state = ModuleState(list(module.modules()))
     try:
+        for part in module.modules():
+            part.training = part.training and training
+            for name, value in list(vars(part).items()):
+                random = any(of in name for of in _RANDOM) or (name == "p" and "Dropout" in type(part).__name__)
+                if random and isinstance(value, float):
+                    vars(part)[name] = 0.0
         yield
     finally:
         state.put_back()
 
 
-def _computes_in(module: nn.Module, region: Region, output: Tensor) -> torch.dtype:
-    """Return the dtype in which a module computes: attention's, or else the narrowest of the weights and the output."""
-    tensors = [region.record[0][3]] if region.record else [output, *module.parameters()]
+def _computes_in(module: nn.Module, output: Tensor) -> torch.dtype:
+    """Return the dtype in which a module computes: the narrowest of the weights and the output."""
+    tensors = [output, *module.parameters()]
     return min((t.dtype for t in tensors if t.is_floating_point()), key=lambda dtype: dtype.itemsize)
-
-
-def _difference(
-    owner: str, regions: Sequence[Region], outputs: Sequence[Tensor], blocks: bool, dtype: torch.dtype
-) -> str | None:
-    """Return what differs, if anything does."""
-    alone, shared = regions
-    in_one, in_shared = alone.record or [], shared.record or []
-    if blocks and len(in_one) != len(in_shared):
-        return (
-            f"{owner} computes attention {len(in_one)} times for {alone.total} tokens and {len(in_shared)} times for"
-            f" {shared.total} that {shared.size} ranks share. {_REMEDY}"
-        )
-    for index, (everything, mine) in enumerate(zip(in_one, in_shared, strict=True) if blocks else ()):
-        share = mine[0]
-        for place, name, heads in ((1, "queries", share.heads), (2, "keys", share.keys), (3, "values", share.keys)):
-            if error := _excess(mine[place], everything[place][:, heads], dtype):
-                return (
-                    f"{owner} gives attention {index} other {name} when {shared.size} ranks share the sequence"
-                    f" (relative difference {error:.1e}). It may compute positions from the number of tokens that it"
-                    f" is given, or mix tokens outside of attention. {_REMEDY}"
-                )
-    expected = outputs[0] if outputs[0].shape == outputs[1].shape else shared.local(outputs[0])
-    if error := _excess(outputs[1], expected, dtype):
-        unseen = "" if in_shared else " None of its attention was seen."
-        return (
-            f"{owner} has another output when {shared.size} ranks share the sequence (relative difference"
-            f" {error:.1e}).{unseen} It may mix tokens in other code than an attention function of transformers or"
-            " F.scaled_dot_product_attention, compute something from the number of tokens that it is given, as a scale,"
-            f" or use those of one rank outside of its blocks. {_REMEDY}"
-        )
-    return None
 
 
 def _excess(found: Tensor, true: Tensor, dtype: torch.dtype) -> float:
@@ -167,22 +260,19 @@ def rounds_products() -> bool:
     return any(backend.fp32_precision in ("tf32", "bf16") for backend in backends)
 
 
-def switches(config: Any) -> tuple[list[int], list[int]]:
-    """Return the numbers of tokens, and the positions, above which a model of transformers computes otherwise."""
+def lengths_of(config: Any) -> Sequence[int]:
+    """Return the numbers of tokens above which a model of transformers computes otherwise."""
     fields = config.to_dict()
-    of_tokens, of_positions = (
-        {value for name, value in _lengths(fields) if any(part in name for part in parts)}
-        for parts in (_OF_TOKENS, _OF_POSITIONS)
-    )
+    found = {value for name, value in _integers(fields) if any(part in name for part in _OF_LENGTH)}
     rope = [fields.get(name) for name in ("rope_parameters", "rope_scaling")]
     if "dynamic" in str(rope) and (longest := fields.get("max_position_embeddings")):
-        of_positions.add(longest)
-    return sorted(of_tokens), sorted(of_positions)
+        found.add(longest)
+    return sorted(found)
 
 
-def _lengths(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _integers(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            yield from _lengths(value)
+            yield from _integers(value)
         elif isinstance(value, int) and value > 1:
             yield str(name), value

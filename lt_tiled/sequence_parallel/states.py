@@ -1,8 +1,8 @@
 """Layers that pass on a state from token to token, and causal convolutions, where ranks share a sequence.
 
 Models call module-level functions for both. These are replaced in the module that the layer's code belongs to. In a
-region, a rule over all tokens (a scan, a delta rule) runs on a part of the heads, as attention does, and a
-convolution gathers the last tokens of the ranks before. Outside of a region they compute as before.
+shared pass, a rule over all tokens (a scan, a delta rule) runs on a part of the heads, as attention does, and a
+convolution gathers the last tokens of the ranks before. Outside of a shared pass they compute as before.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.sequence_parallel.attention import Replacement, replace
 from lt_tiled.sequence_parallel.collectives import all_gather
-from lt_tiled.sequence_parallel.exchange import Share, over_heads
-from lt_tiled.sequence_parallel.region import Region, current
+from lt_tiled.sequence_parallel.exchange import HeadShard, begin_exchange, over_heads
+from lt_tiled.sequence_parallel.ulysses import UlyssesState, current
 
 
 @dataclass(frozen=True)
@@ -55,52 +55,49 @@ _OF_CHANNELS = "mamba_selective_scan"
 
 
 class SharedFunction(Replacement):
-    """A function in the module of a layer, which in a region mixes the tokens of all ranks."""
+    """A function in the module of a layer, which in a shared pass mixes the tokens of all ranks."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        region = current()
-        if region is None:
+        state = current()
+        if state is None:
             return self.function(*args, **kwargs)
-        region.mixed.add(self.name)
         if self.name == FUSED:
             return None
-        if isinstance(documents := kwargs.get("seq_idx"), Tensor) and documents.shape[-1] != region.total:
-            if region.seq_idx is None:
-                region.seq_idx = all_gather(documents, region.lengths, documents.dim() - 1, region.name)
-            kwargs["seq_idx"] = region.seq_idx
         if self.name == CONVOLUTION:
-            return convolved(region, self.function, *args, **kwargs)
-        return scanned(region, self.function, RULES[self.name], args, kwargs)
+            return convolved(state, self.function, *args, **kwargs)
+        return scanned(state, self.name, self.function, args, kwargs)
 
 
-def scanned(region: Region, function: Callable[..., Any], rule: Rule, args: Sequence[Any], kwargs: Any) -> Any:
+def scanned(state: UlyssesState, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
     """Return what a function over all tokens returns for a rank's own, ``[B, S/n, H, D]`` in its dimensions."""
+    rule = RULES[name]
     arguments = dict(zip(rule.dims, args, strict=False)) | kwargs
-    for name in ("initial_state", "initial_states"):
-        if arguments.get(name) is not None:
+    for initial in ("initial_state", "initial_states"):
+        if arguments.get(initial) is not None:
             raise ValueError(
-                f"{region.owner} begins with a state of earlier tokens, which each rank would take for its own: pass"
+                f"{state.owner} begins with a state of earlier tokens, which each rank would take for its own: pass"
                 " use_cache=False."
             )
     names: dict[str, list[str]] = {"heads": [], "groups": [], "vector": []}
-    for name, belongs in rule.dims.items():
-        if isinstance(arguments.get(name), Tensor):
-            names[belongs].append(name)
+    for argument, belongs in rule.dims.items():
+        if isinstance(arguments.get(argument), Tensor):
+            names[belongs].append(argument)
     # The function below may outlive this call, so it holds none of the tensors of the rank's own tokens.
-    dims = {name: arguments[name].dim() for name in names["heads"] + names["groups"]}
-    others = {name: value for name, value in kwargs.items() if name not in dims and name not in names["vector"]}
+    dims = {argument: arguments[argument].dim() for argument in names["heads"] + names["groups"]}
+    others = {key: value for key, value in kwargs.items() if key not in dims and key not in names["vector"]}
     positional = list(rule.dims)[: len(args)]
 
-    def compute(_: Share, queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    def compute(_: HeadShard, queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
         own = others | dict(zip(names["vector"], parts, strict=True))
-        for name, tensor in zip(dims, [*queries, *keys], strict=True):
-            own[name] = _by_tokens(tensor, dims[name])
-        found = function(*[own.pop(name) for name in positional], **own)
+        for argument, tensor in zip(dims, [*queries, *keys], strict=True):
+            own[argument] = _by_tokens(tensor, dims[argument])
+        found = function(*[own.pop(argument) for argument in positional], **own)
         return _by_heads(_output(found))
 
-    queries = [_by_heads(arguments[name]) for name in names["heads"]]
-    keys = [_by_heads(arguments[name]) for name in names["groups"]]
-    output = over_heads(region, queries, keys, [arguments[name] for name in names["vector"]], compute)
+    queries = [_by_heads(arguments[argument]) for argument in names["heads"]]
+    keys = [_by_heads(arguments[argument]) for argument in names["groups"]]
+    vectors = [arguments[argument] for argument in names["vector"]]
+    output = over_heads(state, name, queries, keys, vectors, compute)
     output = _by_tokens(output, 4).contiguous()  # models may call view on it
     return (output, None) if rule.with_state else output
 
@@ -125,22 +122,21 @@ def _by_tokens(tensor: Tensor, dims: int) -> Tensor:
 
 
 def convolved(
-    region: Region, function: Callable[..., Tensor], x: Tensor, weight: Tensor, *args: Any, **kwargs: Any
+    state: UlyssesState, function: Callable[..., Tensor], x: Tensor, weight: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Return a causal convolution ``[B, C, S/n]`` of a rank's tokens and the last tokens of the ranks before."""
-    region.check_recompute()
-    region.exchanges += 1
-    if region.size == 1:
-        return function(x, weight, *args, **kwargs)
-    # The last tokens of each rank, or all of them if it has fewer than the kernel looks back.
-    lengths = [min(weight.shape[-1] - 1, length) for length in region.lengths]
-    mine, end = lengths[region.rank], sum(lengths[: region.rank])
-    last = all_gather(x.narrow(-1, region.length - mine, mine), lengths, x.dim() - 1, region.name)
-    halo = last[..., max(0, end - weight.shape[-1] + 1) : end]
+    begin_exchange(state, CONVOLUTION, x)
+    # 1. The last tokens of each rank: as many as the kernel looks back, or all of them if there are fewer.
+    back = weight.shape[-1] - 1
+    each = min(back, state.length)
+    last = all_gather(x.narrow(-1, state.length - each, each), x.dim() - 1, state.name)
+    # 2. Those right before the rank's own.
+    end = state.rank * each
+    halo = last[..., max(0, end - back) : end]
     count = halo.shape[-1]
     if kwargs.get("seq_idx") is not None:
-        begin = region.begins[region.rank]
-        kwargs["seq_idx"] = kwargs["seq_idx"][..., begin - count : begin + region.length].contiguous()
+        documents = state.padded(kwargs["seq_idx"], -1)
+        kwargs["seq_idx"] = documents[..., state.begin - count : state.begin + state.length].contiguous()
     return function(torch.cat([halo, x], -1), weight, *args, **kwargs)[..., count:]
 
 
@@ -153,19 +149,16 @@ class MixerPatch(Patch):
         self.path, self.names = path, _names(module)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region = current()
-        if region is None:
+        state = current()
+        if state is None:
             return self.inner(module, *args, **kwargs)
         for name, value in kwargs.items():
-            padding = isinstance(value, Tensor) and value.dim() == 2 and value.shape[-1] == region.total
+            padding = isinstance(value, Tensor) and value.dim() == 2 and value.shape[-1] == state.total
             if padding and "mask" in name:
-                kwargs[name] = region.local(value, -1)
-        before, region.mixed = region.mixed, set()
-        try:
-            output = self.inner(module, *args, **kwargs)
-            missing = sorted(self.names - region.mixed)
-        finally:
-            region.mixed = before
+                kwargs[name] = state.own(value, -1)
+        before = len(state.calls)
+        output = self.inner(module, *args, **kwargs)
+        missing = sorted(self.names.difference(state.calls[before:]))
         if missing:
             raise ValueError(
                 f"{self.path} ({type(module).__name__}) mixes tokens and did not call {' and '.join(missing)}, where"
@@ -186,7 +179,7 @@ def find_mixers(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.
 
 
 def _names(module: nn.Module) -> frozenset[str]:
-    """Return the functions that a layer calls in a region, unless it calls one that cannot be shared too."""
+    """Return the functions that a layer calls in a shared pass, unless it calls one that cannot be shared too."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     names = frozenset() if code is None else frozenset(code.co_names)
     return frozenset() if _OF_CHANNELS in names else names & {CONVOLUTION, *RULES}

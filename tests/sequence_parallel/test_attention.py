@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import SequenceParallel
-from lt_tiled.sequence_parallel.share import find_shared
+from lt_tiled.sequence_parallel.enable import find_doors
 from tests.sequence_parallel.models import GPT, HeadsOnly, causal, ids, packed, padded
 from tests.sequence_parallel.runs import against_whole, step, worst
 from tests.world import RanksFailed, World
@@ -194,7 +194,7 @@ def _encoder() -> list[nn.Module]:
 
 @pytest.mark.parametrize(
     ("build", "message"),
-    [("local mask", "which is not that of all 17 tokens"), ("multihead", "uses nn.MultiheadAttention")],
+    [("local mask", "which is not that of all 16 tokens"), ("multihead", "uses nn.MultiheadAttention")],
 )
 def test_refused(build: str, message: str, four_ranks: World) -> None:
     """A mask of the rank's tokens, and attention that cannot be shared, raise on all ranks."""
@@ -231,4 +231,4 @@ def test_fewer_heads_than_ranks() -> None:
     with pytest.raises(
         ValueError, match=r"sequence_parallel=8 needs as many query heads .* LlamaForCausalLM has 4: use"
     ):
-        find_shared(causal("llama")(), SequenceParallel(8), None)
+        find_doors(causal("llama")(), SequenceParallel(8), None)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import SequenceParallel
-from lt_tiled.sequence_parallel import forward
 from lt_tiled.sequence_parallel.groups import Groups
-from lt_tiled.sequence_parallel.region import Region
-from lt_tiled.sequence_parallel.self_check import switches
+from lt_tiled.sequence_parallel.self_check import Checked, lengths_of
+from lt_tiled.sequence_parallel.ulysses import UlyssesState
 from tests.sequence_parallel.models import CASES, Block, Pooled, causal, ids, no_labels, padded
 from tests.sequence_parallel.runs import against_whole, step, worst
 from tests.world import World
@@ -154,62 +153,57 @@ def test_loss_of_the_router(
 
 
 NAMED = {
-    "mistral": ({"sliding_window": 14}, [14], []),
-    "llama": (_rope("dynamic", factor=4.0), [], [SWITCH]),
-    "phi3": (_PHI | _rope("longrope", **_LONG), [], [SWITCH]),
-    "gemma3_text": (_LAYERS | {"max_position_embeddings": SWITCH, "rope_parameters": _PER_LAYER}, [6], [SWITCH]),
-    "llama4_text": ({"attention_chunk_size": 512, "floor_scale": 300}, [512], [300]),
+    "mistral": ({"sliding_window": 14}, [14]),
+    "llama": (_rope("dynamic", factor=4.0), [SWITCH]),
+    "phi3": (_PHI | _rope("longrope", **_LONG), [SWITCH]),
+    "gemma3_text": (_LAYERS | {"max_position_embeddings": SWITCH, "rope_parameters": _PER_LAYER}, [6, SWITCH]),
+    "llama4_text": ({"attention_chunk_size": 512, "floor_scale": 300}, [300, 512]),
 }
-"""Fields of configurations, and the numbers of tokens and the positions that they name."""
+"""Fields of configurations, and the numbers of tokens that they name."""
 
 
 @pytest.mark.parametrize("architecture", NAMED)
-def test_named_switches(architecture: str) -> None:
+def test_named_lengths(architecture: str) -> None:
     """Windows, chunks, original lengths and scales of positions are read from the configuration."""
     from transformers import AutoConfig
 
-    fields, lengths, positions = NAMED[architecture]
-    found = switches(AutoConfig.for_model(architecture, hidden_size=32, num_attention_heads=4, head_dim=8, **fields))
-    assert set(lengths) <= set(found[0])
-    assert found[1] == positions
+    fields, lengths = NAMED[architecture]
+    config = AutoConfig.for_model(architecture, hidden_size=32, num_attention_heads=4, head_dim=8, **fields)
+    assert set(lengths) <= set(lengths_of(config))
 
 
-class _Lengths:
-    """Collects with how many tokens self-checks run."""
+def checked_lengths(labels: bool) -> list[tuple[bool, int]]:
+    """The modes and the lengths of the self-checks of a few calls."""
+    model, found = causal("mistral", sliding_window=14, num_hidden_layers=1)(), []
+    before = Checked._compared
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.found: list[int] = []
-        before = forward.check_shared
+    def compared(checked: Checked, call: Any, run: Any, training: bool, cut: bool) -> Any:
+        found.append((training, call.tokens.shape[1]))
+        return before(checked, call, run, training, cut)
 
-        def check(module: nn.Module, owner: str, device: Any, regions: Any, *args: Any) -> None:
-            self.found.append(regions[0].total)
-            before(module, owner, device, regions, *args)
-
-        monkeypatch.setattr(forward, "check_shared", check)
-
-
-def checked_lengths(labels: bool) -> list[int]:
-    model = causal("mistral", sliding_window=14, num_hidden_layers=1)()
     with pytest.MonkeyPatch.context() as patch, lt_tiled.prepare(model, sequence_parallel=2):
-        lengths = _Lengths(patch)
-        for tokens in (12, 37, 37, 100):
+        patch.setattr(Checked, "_compared", compared)
+        for tokens in (12, 37, 37, 100, 3000):
             x = ids(2, tokens)
             model(**({"input_ids": x, "labels": x} if labels else no_labels(x)))
-    return lengths.found
+        model.eval()(**no_labels(ids(2, 3000)))
+    return found
 
 
 @pytest.mark.parametrize("labels", [True, False])
 def test_check_past_a_window(labels: bool, world: World) -> None:
-    """The self-check runs once with more tokens than a window has, as soon as an input has more."""
-    assert world(checked_lengths, labels) == [[9, 23]] * 2
+    """The self-check runs once for each mode, and once more as soon as an input is longer than a window. An input that
+    is too long is cut.
+    """
+    assert world(checked_lengths, labels) == [[(True, 12), (True, 37), (False, 2048)]] * 2
 
 
 def without_all_positions(name: str) -> str:
     """What is said where rotary modules are given the positions of one rank."""
     architecture, fields = ROPES[name]
-    model, x = causal(architecture, **fields)(), ids(2, 12)
+    model, x = causal(architecture, **fields)(), ids(2, 37)
     with pytest.MonkeyPatch.context() as patch, lt_tiled.prepare(model, sequence_parallel=2):
-        patch.setattr(Region, "all_positions", lambda region, own: own)
+        patch.setattr(UlyssesState, "all_positions", lambda state, own: own)
         try:
             model(input_ids=x, labels=x)
         except ValueError as error:
@@ -219,9 +213,9 @@ def without_all_positions(name: str) -> str:
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope", "one for each kind of layer"])
 def test_check_past_a_position(name: str, world: World) -> None:
-    """The self-check sees rope that depends on the length, though the first input is shorter than the switch."""
+    """The self-check sees rope that depends on the length."""
     messages = world(without_all_positions, name)
-    assert re.search(r"gives attention \d other (queries|keys)", messages[0])
+    assert re.search("other position_embeddings in its blocks", messages[0])
     assert messages[0] == messages[1]
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lt_tiled import SequenceParallel
-from lt_tiled.sequence_parallel.share import find_shared
+from lt_tiled.sequence_parallel.enable import find_doors
 from tests.architectures import ARCHITECTURES
 from tests.models import H
 from tests.sequence_parallel.models import GPT, causal, ids
@@ -22,7 +22,7 @@ from tests.world import World
 _EAGER = r"uses eager attention, or no attention, .*: "
 _NONE = _EAGER + "use another model"
 _ENCODER = "is an encoder-decoder, .* use a decoder-only model"
-_UNSEEN = r"None of its attention was seen.* Use the sdpa, flash or flex attention"
+_UNSEEN = r"cannot run on the .* attention function of its own.* Use the sdpa, flash or flex attention"
 _BETWEEN = r"needs all tokens between its blocks, .* call it without what it uses there"
 _BLOCKS = r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)"
 _LAYERS = "has layers of the kinds .* use a model with attention to all tokens, Mamba 2"
@@ -87,7 +87,7 @@ def test_blocks_left_out_at_random() -> None:
     model: Any = causal("llama")()
     model.config.layerdrop = 0.1
     with pytest.raises(ValueError, match=r"leaves out blocks at random .layerdrop=0.1.* set it to 0"):
-        find_shared(model, SequenceParallel(2), None)
+        find_doors(model, SequenceParallel(2), None)
 
 
 def padded_encoder(padded: bool) -> tuple[float, int, str]:

@@ -9,8 +9,8 @@ import pytest
 
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, SequenceParallel
+from lt_tiled.sequence_parallel.enable import find_doors
 from lt_tiled.sequence_parallel.groups import Groups
-from lt_tiled.sequence_parallel.share import find_shared
 from tests.sequence_parallel.hybrids import hybrid, wide
 from tests.sequence_parallel.models import causal, ids, padded
 from tests.sequence_parallel.runs import step, worst
@@ -50,4 +50,4 @@ def test_eager_attention_without_sinks() -> None:
     model: Any = causal("llama")()
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match=r"LlamaForCausalLM uses eager attention.*attn_implementation='sdpa' or"):
-        find_shared(model, SequenceParallel(2), None)
+        find_doors(model, SequenceParallel(2), None)

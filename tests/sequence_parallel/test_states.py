@@ -15,8 +15,8 @@ from torch import Tensor
 
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, SequenceParallel
+from lt_tiled.sequence_parallel.enable import find_doors
 from lt_tiled.sequence_parallel.groups import Groups
-from lt_tiled.sequence_parallel.share import find_shared
 from tests.sequence_parallel.hybrids import HYBRIDS, hybrid, wide
 from tests.sequence_parallel.models import ids, no_labels, padded
 from tests.sequence_parallel.runs import Counts, step, worst
@@ -244,7 +244,7 @@ def test_other_layers(name: str, kind: str) -> None:
     by_kind = f"layers of the kinds .*{kind}, which .* use a model with attention to all tokens"
     by_module = "mixes tokens outside of attention"  # where an older configuration does not tell the kinds
     with pytest.raises(ValueError, match=f"{by_kind}|{by_module}"):
-        find_shared(hybrid(name), SequenceParallel(2), None)
+        find_doors(hybrid(name), SequenceParallel(2), None)
 
 
 def test_position_bias(world: World) -> None:

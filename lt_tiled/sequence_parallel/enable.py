@@ -15,13 +15,12 @@ from lt_tiled.modules.find import find_named, has_class, has_forward, outermost,
 from lt_tiled.modules.patch import patch_until
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.attention import AttentionMode, calls_attention, find_sinks, share_interface
-from lt_tiled.sequence_parallel.causal import DecoderPatch
-from lt_tiled.sequence_parallel.forward import InBlock, SharedBlock
+from lt_tiled.sequence_parallel.blocks import BlockScope, SharedBlock
+from lt_tiled.sequence_parallel.causal import DecoderPatch, SharedModel
+from lt_tiled.sequence_parallel.door import Door
 from lt_tiled.sequence_parallel.groups import check_heads
-from lt_tiled.sequence_parallel.model import SharedModel
 from lt_tiled.sequence_parallel.positions import RotaryPatch, find_rotary
-from lt_tiled.sequence_parallel.self_check import switches
-from lt_tiled.sequence_parallel.sharing import Sharing
+from lt_tiled.sequence_parallel.self_check import lengths_of
 from lt_tiled.sequence_parallel.states import STATE_LAYERS, MixerPatch, find_mixers, replace_functions
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -31,19 +30,19 @@ _INSTEAD_OF_EAGER = {
     "flash_attention_2": "_supports_flash_attn",
     "flex_attention": "_supports_flex_attn",
 }
-"""Attentions that are replaced in a region, and what transformers says where a model supports them."""
+"""Attentions that are replaced, and what transformers says where a model supports them."""
 
 
-def share(sharing: Sharing, undo: ExitStack) -> None:
+def enable(door: Door, undo: ExitStack) -> None:
     """Share the sequences of a part of a model until ``undo`` is closed."""
-    caller, blocks = sharing.caller, sharing.blocks
+    caller, blocks = door.caller, door.blocks
     replace_functions(blocks, undo)
     for path, module in find_mixers(blocks):
         patch_until(undo, module, MixerPatch(path, module))
     for path, block in blocks:
-        patch_until(undo, block, SharedBlock(sharing, path, block is blocks[0][1], block is blocks[-1][1]))
-        patch_until(undo, block, InBlock())
-    if not sharing.hand_written:
+        patch_until(undo, block, SharedBlock(door, path, block is blocks[0][1], block is blocks[-1][1]))
+        patch_until(undo, block, BlockScope(door, path))
+    if not door.hand_written:
         share_interface([block for _, block in blocks], undo)
     roots = [block for _, block in blocks] if caller is None else [caller]
     rotary = dict.fromkeys(part for root in roots for part in find_rotary(root))
@@ -53,7 +52,7 @@ def share(sharing: Sharing, undo: ExitStack) -> None:
         decoder: Any = getattr(caller, "base_model", None)  # the model itself if it has no head
         if decoder is not None and decoder is not caller:
             patch_until(undo, decoder, DecoderPatch())
-        patch_until(undo, caller, SharedModel(sharing, sharing.owner, bool(rotary)))
+        patch_until(undo, caller, SharedModel(door, bool(rotary)))
 
 
 def reach_attention(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> set[nn.Module]:
@@ -73,7 +72,7 @@ def _of_transformers(model: nn.Module) -> set[nn.Module]:
     return {part for _, m in walk_all(model) if has_class(m, ("PreTrainedModel",)) for part in m.modules()}
 
 
-def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Sharing]:
+def find_doors(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Door]:
     """Return the parts of a model that share its sequences.
 
     These are the modules that the policy names, or every model of transformers, or the blocks of a hand-written model.
@@ -82,27 +81,26 @@ def find_shared(model: nn.Module, policy: SequenceParallel, group: dist.ProcessG
     pretrained = outermost((path, m) for path, m in everything if has_class(m, ("PreTrainedModel",)))
     inside = _of_transformers(model)
 
-    def shared(path: str, module: nn.Module, caller: nn.Module | None, blocks: list[tuple[str, nn.Module]]) -> Sharing:
+    def door(path: str, module: nn.Module, caller: nn.Module | None, blocks: list[tuple[str, nn.Module]]) -> Door:
         owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
         if module not in inside:
-            return Sharing(owner, policy, group, caller, blocks, AttentionMode(), hand_written=True)
+            return Door(owner, policy, group, caller, blocks, AttentionMode(), hand_written=True)
         config: Any = next(m.config for _, m in pretrained if module in set(m.modules()))
-        lengths, positions = switches(config.get_text_config())
         mode = AttentionMode() if calls_attention(module) else None
-        return Sharing(owner, policy, group, caller, blocks, mode, False, lengths, positions)
+        return Door(owner, policy, group, caller, blocks, mode, False, lengths_of(config.get_text_config()))
 
     if policy.targets != "auto":
         named = find_named(model, policy.targets, "SequenceParallel")
-        return [shared(path, m, None, [(path, m)]) for path, m in named]
+        return [door(path, m, None, [(path, m)]) for path, m in named]
     if pretrained:
         for _, m in pretrained:
             _refuse_unsupported(m, policy.size)
-        return [shared(path, m, m, _blocks_of(path, m, _decoder_of(m))) for path, m in pretrained]
+        return [door(path, m, m, _blocks_of(path, m, _decoder_of(m))) for path, m in pretrained]
     blocks = _blocks_of("", model, model)
     modules, above = dict(everything), blocks[0][0].split(".")[:-2]
     while not has_forward(modules[".".join(above)]):  # a ModuleDict around the list of blocks
         above.pop()
-    return [shared("", model, modules[".".join(above)], blocks)]
+    return [door("", model, modules[".".join(above)], blocks)]
 
 
 def _refuse_unsupported(model: nn.Module, size: int) -> None:

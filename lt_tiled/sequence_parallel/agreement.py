@@ -1,4 +1,4 @@
-"""The comparison of the batches of ranks that share each sequence: one number of each rank, in each forward pass."""
+"""What the ranks that share a sequence agree on, by numbers on the host: their batch, and the order of their blocks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor  # the planner's tensors; torch names them in no public module
 from torch.utils import _pytree as pytree
+
+from lt_tiled.sequence_parallel.groups import host_group
 
 _CHUNK = 2**22
 """Values that are hashed at once, which bounds the memory that it takes."""
@@ -27,13 +29,28 @@ def check_same_batch(owner: str, group: dist.ProcessGroup, arguments: Mapping[st
                 # What the model computed may differ: dropout in front of the blocks, sums in any order.
                 is_given = leaf.grad_fn is None and leaf.layout is torch.strided
                 found.append((name, leaf.dtype, *leaf.shape, _hash(leaf) if is_given else None))
-    hashes: list[int] = [0] * group.size()
-    dist.all_gather_object(hashes, zlib.crc32(repr(found).encode()), group=group)
-    if len(set(hashes)) > 1:
+    if not _is_same(group, repr(found)):
         raise ValueError(
             f"{owner} was given different batches on the {group.size()} ranks that share a sequence: use Lightning's"
             " sampler, or give yours num_replicas=strategy.data_world_size, rank=strategy.data_rank and the same seed."
         )
+
+
+def check_same_block(owner: str, group: dist.ProcessGroup, block: str, tensor: Tensor) -> None:
+    """Raise ``ValueError`` on all ranks of a group unless each of them exchanges tokens in the same block next."""
+    if not isinstance(tensor, FakeTensor) and not _is_same(group, block):
+        raise ValueError(
+            f"{owner}: {block} comes next on this rank, and something else on another rank that shares the sequence."
+            " A block may leave itself out at random: draw the same numbers on all ranks, or leave none out."
+        )
+
+
+def _is_same(group: dist.ProcessGroup, text: str) -> bool:
+    """Whether all ranks of a group have the same text."""
+    mine = torch.tensor([zlib.crc32(text.encode())])
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=host_group(group))
+    return all(torch.equal(mine, other) for other in everyone)
 
 
 @torch.no_grad()
