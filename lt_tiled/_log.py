@@ -25,8 +25,10 @@ def quiet_libraries() -> None:
     for logger in (logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")):
         if logger.level == logging.NOTSET:  # keep a level that the user has set
             logger.setLevel(logging.ERROR)
-    # Lightning 2.6 uses what torch 2.13 deprecates.
+    # Lightning 2.6 and DeepSpeed 0.19 use what torch 2.13 deprecates.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+    collectives = r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
+    warnings.filterwarnings("ignore", collectives, FutureWarning)
 
 
 def inform(message: str, *, once: str | None = None, level: int = logging.INFO) -> None:

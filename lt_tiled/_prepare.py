@@ -227,7 +227,7 @@ def prepare(
         model: Any module. Its ``state_dict`` keys, classes and results do not change.
         tiling: Which modules run tile by tile: a policy, a number of tiles, ``True``; ``None`` for none.
         activation_checkpointing: Which blocks are recomputed in the backward pass: a policy, ``True``, where their
-            inputs are offloaded to, or what Lightning's ``activation_checkpointing_policy`` takes; ``None`` for none.
+            inputs are offloaded to; ``None`` for none.
         loss: Whether transformers models compute their loss in tiles in training, where ``output.logits`` is then
             ``None``: ``True``, or how many tiles; ``"always"`` for evaluation, too.
         sequence_parallel: How the ranks of ``group`` share each sequence: a policy or their number; ``None`` if they do

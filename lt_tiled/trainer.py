@@ -47,7 +47,6 @@ class TiledDeepSpeedStrategy(deepspeed.TrainerDeepSpeed, strategies.DeepSpeedStr
 
     Raises:
         ModuleNotFoundError: If deepspeed is not installed.
-        ValueError: If ``cpu_checkpointing`` is given and ``activation_checkpointing`` is not ``False``.
     """
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from lt_tiled.memory import PeakMemory
 from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.report import Report, show
-from lt_tiled.strategies.base import log_step
 from lt_tiled.training_step.step import shape_of
 
 
@@ -51,17 +50,17 @@ class TilingReport(Callback):
 
 
 class MemoryMonitor(Callback):
-    """Logs peak memory, tiles and tokens per second of each step, for Trainer and Fabric.
+    """Logs peak memory, tiles, tokens per second and offloaded bytes of each step, for Trainer and Fabric.
 
-    The figures go to the loggers of the run as ``lt_tiled/...``. With Fabric, where strategies do not log, the offload
-    figures are logged as well; a step ends with ``optimizer.step()``, and the tokens are those passed to the model.
+    The figures go to the loggers of the run as ``lt_tiled/...``. With a Trainer a step is a batch. With Fabric it ends
+    with ``optimizer.step()``, and the tokens are those passed to the model.
     """
 
     def __init__(self) -> None:
         self.peak = 0
         """The highest peak so far, in bytes."""
         self._fabric: Fabric
-        self._offloaded: dict[str, float]
+        self._offloaded = OffloadStats().metrics()
         self._steps = 0
 
     # Trainer
@@ -78,7 +77,10 @@ class MemoryMonitor(Callback):
     ) -> None:
         metrics = self._end_step()
         step = trainer.fit_loop.epoch_loop._batches_that_stepped  # Lightning's own step has no public name
-        log_step(trainer, self._steps, metrics, step)
+        interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if interval and self._steps % interval == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=step)
 
     # Fabric
 
@@ -95,10 +97,7 @@ class MemoryMonitor(Callback):
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
         """Fabric's hook, called by ``optimizer.step()``."""
-        step, before = self._steps, self._offloaded
-        self._offloaded = (Report.of(self._model).offloaded or OffloadStats()).metrics()
-        moved = {name: value - before[name] for name, value in self._offloaded.items()}
-        self._fabric.log_dict({**self._end_step(), **moved}, step=step)
+        self._fabric.log_dict(self._end_step(), step=self._steps - 1)
         self._begin_step()
 
     # Both
@@ -118,8 +117,14 @@ class MemoryMonitor(Callback):
         self._steps += 1
         report = Report.of(self._model)
         tiles = [row.tiles for row in report.tiled] + [row.tiles for row in report.losses]
-        return {
+        metrics = {
             "lt_tiled/peak_memory": peak / 2**30,
-            "lt_tiled/tiles": float(max([1, *tiles])),
+            "lt_tiled/tiles": float(max(tiles, default=1) or 1),
             "lt_tiled/tokens_per_second": self._tokens / seconds,
         }
+        if report.offloaded is not None:
+            before = self._offloaded
+            self._offloaded = report.offloaded.metrics()
+            for name, value in self._offloaded.items():
+                metrics[name] = value - before[name]
+        return metrics

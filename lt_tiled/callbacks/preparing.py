@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
@@ -11,7 +11,6 @@ from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.policies import ActivationCheckpointing, Tiers, Tiling
-from lt_tiled.strategies.base import OffloadLog
 
 
 class PreparingCallback(AppliesPolicies, Callback):
@@ -58,23 +57,12 @@ class TiledMLP(PreparingCallback):
 class OffloadedCheckpointing(PreparingCallback):
     """Applies activation checkpointing under any strategy and offloads the block inputs, for Trainer and for Fabric.
 
-    With a Trainer, the figures of each step go to the loggers of the run as ``lt_tiled/offload_...``.
-
     Args:
         activation_checkpointing: Where block inputs are offloaded, or a policy; ``True`` keeps them on the device.
     """
 
     def __init__(self, activation_checkpointing: bool | Tiers | ActivationCheckpointing = "cpu") -> None:
         self.set_policies(None, activation_checkpointing, None)
-        self._log = OffloadLog()
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self._log = OffloadLog()
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._log.end_step(trainer, self.prepared)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self.free_buffers()  # the last checkpoint of the run may need the memory

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from lt_tiled._prepare import AppliesPolicies, Prepared
-from lt_tiled.offload.offloader import OffloadStats
+from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.policies import ActivationCheckpointingLike, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import Groups
 
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 
 else:  # see NOTE [Namespaces]
     Base, FabricBase, TrainerBase = AppliesPolicies, object, object
-
-_SIZE = "sequence_parallel_size"
-"""The key in checkpoints of runs with sequence parallelism."""
 
 
 class TiledStrategy(Base):
@@ -121,40 +117,12 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
     lightning_module: pl.LightningModule  # connected before any hook runs
 
     def setup(self, trainer: pl.Trainer) -> None:
-        self._log = OffloadLog()
         self.prepare_once(self.lightning_module)
         super().setup(trainer)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        self._log.end_step(self.lightning_module.trainer, self.prepared)
-
-    def on_train_end(self) -> None:
-        self._log.end_step(self.lightning_module.trainer, self.prepared)
-        super().on_train_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.free_buffers()  # a full state dict may need the memory
         return super().lightning_module_state_dict()
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if self._groups is not None:
-            checkpoint[_SIZE] = self._groups.group.size()
-        super().save_checkpoint(checkpoint, *args, **kwargs)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint, unless the number of ranks per sequence changed in the middle of an epoch."""
-        checkpoint = super().load_checkpoint(*args, **kwargs)
-        saved, size = checkpoint.get(_SIZE, 1), 1 if self._groups is None else self._groups.group.size()
-        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
-        in_epoch = progress and progress["current"]["ready"] and not progress["is_last_batch"]
-        if saved != size and in_epoch and self.lightning_module.trainer.state.fn == "fit":
-            raise ValueError(
-                f"The checkpoint was saved in the middle of an epoch with sequence_parallel={saved}, and with"
-                f" sequence_parallel={size} the remaining batches would differ: resume with {saved}, or from a"
-                " checkpoint saved at the end of an epoch."
-            )
-        return checkpoint
 
 
 class TiledFabricStrategy(TiledStrategy, FabricBase):
@@ -178,33 +146,6 @@ class TiledFabricStrategy(TiledStrategy, FabricBase):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self.free_buffers()  # a full state dict may need the memory
         super().save_checkpoint(*args, **kwargs)
-
-
-class OffloadLog:
-    """Logs offload metrics once per optimizer step, summed over its micro-batches, when Lightning logs the step."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._moved = OffloadStats().metrics()
-
-    def end_step(self, trainer: pl.Trainer, prepared: Sequence[Prepared]) -> None:
-        """Log a step if the optimizer has stepped since the last call; call this between batches."""
-        offloader = prepared[-1].offloader if prepared else None
-        if offloader is None or not offloader.step or trainer.global_step == self._steps:
-            return
-        self._steps = trainer.global_step
-        before = self._moved
-        self._moved = offloader.stats.metrics()
-        metrics = {name: value - before[name] for name, value in self._moved.items()}
-        log_step(trainer, self._steps, metrics, self._steps - 1)  # Lightning counts from zero
-
-
-def log_step(trainer: pl.Trainer, steps: int, metrics: dict[str, float], step: int) -> None:
-    """Log the metrics of a step where Lightning logs too, given how many steps there were."""
-    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    if interval and steps % interval == 0:
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
 
 
 def register(registry: Any, strategies: Mapping[str, Any]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,6 @@ from torch import Tensor, nn
 from lt_tiled._log import warn
 from lt_tiled.namespaces import is_a
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 
 class _DeepSpeed(TiledStrategy):
@@ -31,23 +27,6 @@ class _DeepSpeed(TiledStrategy):
             remedy = "pip install 'lt-tiled[deepspeed]'"
             raise ModuleNotFoundError(f"{type(self).__name__} needs the package deepspeed: {remedy}.")
         super().__init__(*args, **kwargs)
-        self._filter: Any = None
-        if (
-            self.config.get("activation_checkpointing", {}).get("cpu_checkpointing")
-            and self.activation_checkpointing is not None
-        ):
-            raise ValueError(
-                f"{type(self).__name__} was given cpu_checkpointing while activation_checkpointing is on (the default):"
-                " both would checkpoint the blocks. Leave cpu_checkpointing out and pass"
-                " activation_checkpointing='cpu', or pass activation_checkpointing=False."
-            )
-
-        if self.sequence_parallel is not None and "sequence_parallel_size" in self.config:
-            raise ValueError(
-                f"{type(self).__name__} was given sequence_parallel={self.sequence_parallel.size} and DeepSpeed's"
-                " sequence_parallel_size, which would share sequences twice: leave sequence_parallel_size out of the"
-                " config."
-            )
 
     def setup_environment(self) -> None:
         """Let DeepSpeed also run on the CPU, which it supports and Lightning does not allow."""
@@ -73,20 +52,6 @@ class _DeepSpeed(TiledStrategy):
         self.make_groups()
         return None
 
-    def prepare_once(self, model: nn.Module) -> None:
-        """Apply the policies, and make leaf modules of ZeRO-3 before ``deepspeed.initialize`` runs."""
-        # DeepSpeed 0.19 calls functions that torch 2.13 deprecates in each step. The filter stays until release().
-        message = r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
-        warnings.filterwarnings("ignore", message, FutureWarning)
-        self._filter = warnings.filters[0]
-        super().prepare_once(model)
-
-    def release(self) -> None:
-        """Restore every model, except for ZeRO-3's leaf modules, which its engine still needs."""
-        super().release()
-        if self._filter in warnings.filters:
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-
     @contextmanager
     def sharded_context(self, inherited: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
         """Build models sharded, and tell transformers about it.
@@ -110,15 +75,6 @@ class _DeepSpeed(TiledStrategy):
 
 class TrainerDeepSpeed(_DeepSpeed, TiledTrainerStrategy):
     """DeepSpeed for Trainer."""
-
-    def setup(self, trainer: pl.Trainer) -> None:
-        if (batches := trainer.accumulate_grad_batches) > 1 and trainer.state.fn == "fit":
-            warn(
-                f"Lightning and DeepSpeed each divide the loss by accumulate_grad_batches={batches}: gradients are"
-                f" {batches} times smaller than with other strategies, with and without tiling"
-                " (https://github.com/Lightning-AI/pytorch-lightning/issues/6170)."
-            )
-        super().setup(trainer)
 
     def model_sharded_context(self) -> Any:
         return self.sharded_context(super().model_sharded_context)

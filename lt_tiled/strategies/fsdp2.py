@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,6 @@ from lt_tiled.modules.find import plain_name
 from lt_tiled.policies import check_count
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
 from lt_tiled.strategies.blocks import blocks_to_shard
-from lt_tiled.tiling.patch import tiled_patches
 from lt_tiled.training_step.step import nothing
 
 if TYPE_CHECKING:
@@ -85,21 +83,6 @@ class _FSDP2(TiledStrategy):
             fully_shard(module, mesh=self.device_mesh["data_parallel"])
         inform(f"lt_tiled shards {name} with {len(blocks)} blocks as FSDP units")
 
-    def refuse_different_tilings(self, model: nn.Module) -> None:
-        """Raise ``ValueError`` if ranks that communicate in every tile have different tilings and would hang."""
-        mesh = self.device_mesh["tensor_parallel"]
-        if mesh.size() > 1:
-            # Functions cannot be sent: the modules that targets found are compared.
-            tiled = ", ".join(path for path, _, _ in tiled_patches(model))
-            mine = str(self.tiling and replace(self.tiling, targets=tiled or "none", compile=bool(self.tiling.compile)))
-            tilings: list[str] = [""] * mesh.size()
-            dist.all_gather_object(tilings, mine, group=mesh.get_group())
-            if any(tiling != mine for tiling in tilings):
-                raise ValueError(
-                    "The ranks of one tensor-parallel group communicate in every tile and have different tilings:"
-                    f" {'; '.join(tilings)}. Give them the same one."
-                )
-
 
 class TrainerFSDP2(_FSDP2, TiledTrainerStrategy):
     """FSDP2 for Trainer."""
@@ -116,7 +99,6 @@ class TrainerFSDP2(_FSDP2, TiledTrainerStrategy):
         finally:
             if hook is nothing:
                 del module.configure_model
-        self.refuse_different_tilings(module)
 
 
 def _shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, str, nn.Parameter]]:
@@ -161,7 +143,6 @@ class FabricFSDP2(_FSDP2, TiledFabricStrategy):
         if self._plan is not None:
             module = self._plan(module, mesh)
         self.shard(module)
-        self.refuse_different_tilings(module)
         return module
 
     def setup_module(self, module: nn.Module) -> nn.Module:

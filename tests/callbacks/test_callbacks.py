@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy
-from lt_tiled.callbacks import OffloadedCheckpointing, TiledMLP, TilingReport
+from lt_tiled.callbacks import MemoryMonitor, OffloadedCheckpointing, TiledMLP, TilingReport
 from tests.lit import LitTiny, logged, replaced, trainer
 from tests.parity import near
 
@@ -41,14 +41,12 @@ def test_it_is_undone_after_an_exception() -> None:
 
 
 def test_offloaded_checkpointing(tmp_path: Path) -> None:
-    """Under a stock strategy the callback offloads, logs each step's figures, leaves losses bit for bit, and the model
-    plain.
-    """
+    """Under a stock strategy the callback offloads, and leaves losses bit for bit and the model plain."""
     plain, model = LitTiny(), LitTiny()
     trainer("tiled", callbacks=[]).fit(plain)
     logger = CSVLogger(tmp_path, name="logs")
     callback = OffloadedCheckpointing(ActivationCheckpointing(offload="disk", directory=str(tmp_path)))
-    trainer("auto", callbacks=[callback], logger=logger, log_every_n_steps=1).fit(model)
+    trainer("auto", callbacks=[callback, MemoryMonitor()], logger=logger, log_every_n_steps=1).fit(model)
     assert model.losses == plain.losses
     assert replaced(model) == 0
     sizes = [float(row["lt_tiled/offload_disk_bytes"]) for row in logged(logger.log_dir)]

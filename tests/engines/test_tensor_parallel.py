@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -119,11 +118,10 @@ def test_tiled_loss_of_a_tensor_parallel_plan(head: str, world: World) -> None:
 
 
 def refused(options: dict[str, Any]) -> tuple[str, str]:
-    """The error at setup; ``tilings`` has one for each rank."""
-    tilings = options.pop("tilings", (True, True))
+    """The error at setup."""
 
     def set_up_one() -> None:
-        chosen = lt_tiled.fabric.TiledModelParallelStrategy(tiling=tilings[dist.get_rank()], **options)
+        chosen = lt_tiled.fabric.TiledModelParallelStrategy(**options)
         launch(chosen).setup_module(TinyLM())
 
     return error_of(set_up_one)
@@ -139,16 +137,10 @@ def refused(options: dict[str, Any]) -> tuple[str, str]:
             "no FSDP unit, so its gradients are not reduced over the 2 data-parallel ranks",
         ),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the 2 ranks"),
-        (
-            {"parallelize_fn": tensor_parallel, "tensor_parallel_size": 2, "tilings": (4, 2)},
-            "communicate in every tile and have different tilings",
-        ),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str, world: World) -> None:
-    """Tensor-parallel ranks without a plan, a number of them that does not fit, and tilings in which ranks would wait
-    for each other in different tiles are refused on each rank.
-    """
+    """Tensor-parallel ranks without a plan, and a number of them that does not fit, are refused on each rank."""
     for kind, text in world(refused, options):
         assert kind == "ValueError"
         assert message in text

@@ -306,19 +306,16 @@ def test_no_sync(world: World) -> None:
 # Checkpoints
 
 
-def resumed(folder: str, engine: str, first: int, second: int, steps: int) -> tuple[list[float], str]:
-    """The losses of an epoch after one, or a part of one, of groups of another size."""
+def resumed(folder: str, engine: str, first: int, second: int) -> list[float]:
+    """The losses of an epoch after one of groups of another size."""
     path = str(Path(folder) / f"{first}.ckpt")
     data = DataLoader(torch.cat(batches(4)), batch_size=2)
     chosen = [strategy(lt_tiled, engine, sequence_parallel=size) for size in (first, second)]
-    fit(chosen[0], Lit("llama"), data, max_steps=steps, max_epochs=1).save_checkpoint(path)
+    fit(chosen[0], Lit("llama"), data, max_steps=-1, max_epochs=1).save_checkpoint(path)
     lit = Lit("llama")
     run = trainer(chosen[1], devices=2, max_steps=-1, max_epochs=2)
-    try:
-        run.fit(lit, data, ckpt_path=path)
-    except ValueError as error:
-        return [], str(error)
-    return lit.losses, ""
+    run.fit(lit, data, ckpt_path=path)
+    return lit.losses
 
 
 @pytest.mark.table("zero2-1-2")
@@ -329,23 +326,8 @@ def test_resumed_after_an_epoch(
 ) -> None:
     """A run goes on with groups of another size where an epoch ended: the next epoch has all of its batches."""
     world = world_of(request, engine)
-    for losses, message in world(resumed, str(tmp_path), engine, first, second, -1):
-        assert message == ""
+    for losses in world(resumed, str(tmp_path), engine, first, second):
         assert len(losses) == 4 * second // 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
-def test_resumed_in_an_epoch(
-    engine: str, first: int, second: int, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    """In the middle of an epoch that is refused, because the batches that are left would be others."""
-    world = world_of(request, engine)
-    for losses, message in world(resumed, str(tmp_path), engine, first, second, 1):
-        assert losses == []
-        assert f"with sequence_parallel={first}" in message
-        assert f"resume with {first}" in message
 
 
 # The command line

@@ -234,11 +234,3 @@ def test_single_device() -> None:
     """One device has no ranks that could share a sequence."""
     with pytest.raises(ValueError, match="sequence_parallel=2 needs as many ranks, and there is one: use"):
         trainer(lt_tiled.TiledSingleDeviceStrategy(sequence_parallel=2)).fit(Lit("llama"), batches())
-
-
-def test_sequence_parallelism_of_deepspeed() -> None:
-    """DeepSpeed's own setting is refused next to that of lt_tiled."""
-    with pytest.raises(ValueError, match="leave sequence_parallel_size out of the config"):
-        lt_tiled.TiledDeepSpeedStrategy(
-            config={"zero_optimization": {"stage": 2}, "sequence_parallel_size": 2}, sequence_parallel=2
-        )
