@@ -50,21 +50,15 @@ class OffloadError(RuntimeError):
 
     Attributes:
         origin: The step, block, shape and dtype of the tensor, if the error is about one tensor.
-        offset: The tensor's offset in the file in bytes, if it has one.
-        directory: The directory of the file, if there is one.
     """
 
-    def __init__(
-        self, reason: str, *, origin: Origin | None = None, offset: int | None = None, directory: str | None = None
-    ) -> None:
+    def __init__(self, reason: str, origin: Origin | None = None) -> None:
         super().__init__(reason)
-        self.reason, self.origin, self.offset, self.directory = reason, origin, offset, directory
+        self.origin = origin
 
     def __str__(self) -> str:
-        places = [str(self.origin)] if self.origin else []
-        places += [] if self.offset is None else [f"offset {self.offset}"]
-        places += [f"file in {self.directory!r}"] if self.directory else []
-        return f"{self.reason} ({', '.join(places)})" if places else self.reason
+        reason = super().__str__()
+        return reason if self.origin is None else f"{reason} ({self.origin})"
 
 
 class OffloadDiskFullError(OffloadError):

@@ -7,6 +7,7 @@ from lightning.fabric.strategies.fsdp import FSDPStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
+from lt_tiled.namespaces import register
 from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2, single_device
 
 __all__ = [
@@ -43,4 +44,4 @@ class TiledDeepSpeedStrategy(deepspeed.FabricDeepSpeed, DeepSpeedStrategy):
     """Like the strategy for Trainer, with all arguments of Fabric's :class:`DeepSpeedStrategy`."""
 
 
-base.register(STRATEGY_REGISTRY, globals())
+register(STRATEGY_REGISTRY, globals())

@@ -3,6 +3,7 @@
 from pytorch_lightning import Callback, strategies
 
 from lt_tiled import callbacks, fabric
+from lt_tiled.namespaces import register
 from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2, single_device
 
 __all__ = [*fabric.__all__, *callbacks.__all__]
@@ -50,4 +51,4 @@ class TilingReport(callbacks.TilingReport, Callback):
     """:class:`lt_tiled.callbacks.TilingReport` for ``pytorch_lightning``."""
 
 
-base.register(strategies.StrategyRegistry, globals())
+register(strategies.StrategyRegistry, globals())

@@ -2,6 +2,7 @@
 
 from lightning.pytorch import strategies
 
+from lt_tiled.namespaces import register
 from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2, single_device
 
 
@@ -50,4 +51,4 @@ class TiledDeepSpeedStrategy(deepspeed.TrainerDeepSpeed, strategies.DeepSpeedStr
     """
 
 
-base.register(strategies.StrategyRegistry, globals())
+register(strategies.StrategyRegistry, globals())

@@ -105,7 +105,7 @@ class Disk:
             start = self._free_from(need)
         if start + need > self.limit:
             reason = f"this rank's share of disk_budget, {self.limit} bytes, has no room for {need} bytes more"
-            raise OffloadDiskFullError(f"{reason}: raise disk_budget", directory=self.directory)
+            raise OffloadDiskFullError(f"{reason} in {self.directory!r}: raise disk_budget")
         place = Place(start, need)
         self._places.add(place)
         return place
@@ -153,7 +153,7 @@ class Disk:
                     if error.errno == errno.EINVAL and direct:
                         self._set_direct(False)
                         continue
-                    raise self._error(f"cannot {verb} {gib(place.nbytes)}", error, offset) from error
+                    raise self._error(f"cannot {verb} {gib(place.nbytes)}", error) from error
                 left = left[moved:]
                 offset += moved
                 if direct and offset % ALIGNMENT:  # the next call would not be aligned
@@ -165,12 +165,11 @@ class Disk:
         fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT * direct)
         self.direct = direct
 
-    def _error(self, reason: str, cause: OSError, offset: int | None = None) -> OffloadError:
+    def _error(self, reason: str, cause: OSError) -> OffloadError:
         """Return an error that says why the system refused a call, and what to do."""
         remedy = _REMEDIES.get(cause.errno or 0, "set another directory, which exists and is writable")
-        text = f"{reason}: {cause.strerror or cause}: {remedy}"
         kind = OffloadDiskFullError if cause.errno in _NO_ROOM else OffloadError
-        return kind(text, offset=offset, directory=self.directory)
+        return kind(f"{reason} in {self.directory!r}: {cause.strerror or cause}: {remedy}")
 
     def free_buffers(self) -> None:
         """Return unused pinned memory to the system."""

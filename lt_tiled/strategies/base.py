@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -146,28 +145,3 @@ class TiledFabricStrategy(TiledStrategy, FabricBase):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self.free_buffers()  # a full state dict may need the memory
         super().save_checkpoint(*args, **kwargs)
-
-
-def register(registry: Any, strategies: Mapping[str, Any]) -> None:
-    """Make strategy classes, by name, known to the Trainer or Fabric that a registry of Lightning belongs to."""
-
-    def add(name: str, strategy: str, description: str, **arguments: Any) -> None:
-        # Modules may be reloaded.
-        registry.register(name, strategies[strategy], description, override=True, **arguments)
-
-    deepspeed = "TiledDeepSpeedStrategy"
-    add("tiled", "TiledSingleDeviceStrategy", "Tiled modules on a single device")
-    add("tiled_ddp", "TiledDDPStrategy", "Tiled modules under DDP")
-    add("tiled_fsdp", "TiledFSDPStrategy", "Tiled modules under FSDP")
-    add("tiled_fsdp_cpu_offload", "TiledFSDPStrategy", "FSDP with weights in CPU memory", cpu_offload=True)
-    add("tiled_fsdp2", "TiledModelParallelStrategy", "Tiled modules under FSDP2")
-    add("tiled_deepspeed", deepspeed, "Tiled modules under DeepSpeed, ZeRO stage 2")
-    for stage in (1, 2, 3):
-        add(f"tiled_deepspeed_stage_{stage}", deepspeed, f"Tiled modules under ZeRO stage {stage}", stage=stage)
-    two = {"stage": 2, "offload_optimizer": True}
-    add("tiled_deepspeed_stage_2_offload", deepspeed, "ZeRO-2 with the optimizer in CPU memory", **two)
-    three = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
-    add("tiled_deepspeed_stage_3_offload", deepspeed, "ZeRO-3 with weights and optimizer in CPU memory", **three)
-    nvme = dict.fromkeys(("remote_device", "offload_params_device", "offload_optimizer_device"), "nvme")
-    name, description = "tiled_deepspeed_stage_3_offload_nvme", "ZeRO-3 with weights and optimizer on NVMe"
-    add(name, deepspeed, description, **three, **nvme)

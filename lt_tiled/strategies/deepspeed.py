@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_tiled._log import warn
 from lt_tiled.namespaces import is_a
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
 
@@ -61,14 +60,10 @@ class _DeepSpeed(TiledStrategy):
         """
         with inherited():  # completes the config
             known = None  # transformers refers to the config weakly
-            if self.zero_stage_3 and find_spec("transformers") is not None:
-                if find_spec("accelerate") is None:
-                    remedy = "pip install 'lt-tiled[deepspeed]'"
-                    warn(f"transformers needs accelerate to initialize a model that ZeRO-3 shards: {remedy}.")
-                else:
-                    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+            if self.zero_stage_3 and find_spec("transformers") is not None and find_spec("accelerate") is not None:
+                from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-                    known = HfDeepSpeedConfig(self.config)
+                known = HfDeepSpeedConfig(self.config)
             yield
             del known
 

@@ -75,8 +75,7 @@ def test_each_failing_call(
         assert error.origin is not None
         assert (error.origin.step, error.origin.shape) == (1, torch.Size([500]))
         assert error.origin.block.startswith("layers.")
-        assert error.directory == str(tmp_path)
-        assert error.offset is not None
+        assert repr(str(tmp_path)) in str(error)
 
 
 BREAKDOWNS = [("pwritev", fail(errno.EIO)), ("pwritev", nothing), ("preadv", fail(errno.EIO)), ("preadv", nothing)]
@@ -140,7 +139,9 @@ def test_the_budget_is_released_on_the_error_path(tmp_path: Path) -> None:
     offloader = disk(tmp_path, disk_budget=4 * 4096)
     for _ in range(5):
         packed: list[Tensor | OffloadedTensor] = [offloader.pack(torch.randn(1000), "block") for _ in range(4)]
-        with pytest.raises(OffloadDiskFullError, match=r"16384 bytes, has no room for 4096 bytes more: raise disk_"):
+        with pytest.raises(
+            OffloadDiskFullError, match=r"16384 bytes, has no room for 4096 bytes more in .*: raise disk_"
+        ):
             offloader.pack(torch.randn(1000), "block")
         packed.clear()
         gc.collect()
@@ -219,7 +220,7 @@ def test_lengths_that_vary(tmp_path: Path) -> None:
 def test_errors_can_be_pickled() -> None:
     """An error that another process raised keeps its message and attributes."""
     origin = Origin(1, "layers.0", torch.Size([2, 3]), torch.float32)
-    error = OffloadDiskFullError("no room", origin=origin, offset=4096, directory="/scratch")
+    error = OffloadDiskFullError("no room", origin=origin)
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is OffloadDiskFullError
     assert (str(back), vars(back)) == (str(error), vars(error))
