@@ -12,12 +12,14 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lt_tiled._log import progress
-from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.planner.job import make_job
-from lt_tiled.planner.picture import check_format, draw_step
-from lt_tiled.planner.search import GPU, Plan, cheapest, longest, plan
-from lt_tiled.planner.speed import parse_machine
+from lt_tiled.planner.picture import draw_step
+from lt_tiled.planner.search import Plan, cheapest, longest, plan
+from lt_tiled.planner.speed import GPU
 from lt_tiled.policies import check_count, parse_bytes
+
+_STRATEGIES = {"single": "SingleDevice", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "ModelParallel"}
+"""The strategies of this package by engine, but for DeepSpeed's."""
 
 
 def run_plan(
@@ -31,7 +33,7 @@ def run_plan(
     find: Literal["max-seq", "settings"] | None = None,
     output: str | None = None,
     plot: str | None = None,
-    gpu: str = GPU,
+    gpu: GPU = "h100",
 ) -> None:
     """Predict the memory of a training step from its configuration, without weights, a GPU or a network.
 
@@ -47,8 +49,7 @@ def run_plan(
             sequence length fits.
         output: With ``find``, a file for the result, for ``lt-tiled fit --config yours.yaml --config output.yaml``.
         plot: A plot (``.png``, ``.svg``, ``.pdf``) of memory over the step.
-        gpu: The GPU of the predicted speed, by which ``settings`` ranks: ``a100``, ``h100``, ``h200`` or ``b200``, with
-            other numbers behind it, as in ``h100,pcie=25,nvme=3,network=50`` (GB/s in one direction).
+        gpu: The GPU of the predicted speed, by which ``settings`` ranks.
 
     Raises:
         ValueError: If an argument is not understood, or nothing fits.
@@ -58,11 +59,6 @@ def run_plan(
     limit = None if memory is None else parse_bytes(memory, "memory")
     if find is not None and limit is None:
         raise ValueError(f"find={find!r} needs the memory of a device: pass --memory, such as --memory 80GiB.")
-    if find is not None and any(isinstance(c, AppliesPolicies) for c in trainer.get("callbacks") or []):
-        raise ValueError(f"find={find!r} writes strategy settings, and callbacks have some: pass them to the strategy.")
-    machine = parse_machine(gpu)
-    if plot is not None:
-        check_format(plot)
     job = make_job(model, datamodule, trainer, devices)
     with progress("Planning") as tell:
         if find is None or limit is None:
@@ -70,7 +66,7 @@ def run_plan(
         elif find == "max-seq":
             found = longest(job, limit, tokens=seq, tell=tell)
         else:
-            found = cheapest(job, limit, seq or job.tokens, tell, machine)
+            found = cheapest(job, limit, seq or job.tokens, tell, gpu)
     print(found.render(limit, gpu))
     if find is not None:
         text = yaml.safe_dump(settings_yaml(config, found, trainer.get("strategy")), sort_keys=False)
@@ -87,20 +83,20 @@ def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict
 
     The strategy is that of the first configuration, as an object or a name.
     """
-    known = isinstance(strategy, str) and strategy in StrategyRegistry.available_strategies()
-    init: dict[str, Any] = {**StrategyRegistry[strategy]["init_params"]} if known else {}
-    engine = found.settings.engine
-    if engine.stage:
-        init["stage"] = engine.stage
-    tiling, checkpointing = found.settings.tiling, found.settings.activation_checkpointing
-    sequence_parallel = found.settings.sequence_parallel
-    init["tiling"] = None if tiling is None else asdict(tiling)
-    loss = found.settings.loss
-    init["loss"] = loss is not None if loss is None or loss == "auto" else loss
-    init["activation_checkpointing"] = False if checkpointing is None else asdict(checkpointing)
-    init["sequence_parallel"] = None if sequence_parallel is None else asdict(sequence_parallel)
-    chosen = {"class_path": f"lt_tiled.{engine.strategy}", "init_args": init}
-    result: dict[str, Any] = {"trainer": {"strategy": chosen}}
+    # What the name of a strategy stands for.
+    is_name = isinstance(strategy, str) and strategy in StrategyRegistry.available_strategies()
+    init: dict[str, Any] = {**StrategyRegistry[strategy]["init_params"]} if is_name else {}
+    settings = found.settings
+    if settings.engine.stage:
+        init["stage"] = settings.engine.stage
+    init["loss"] = True if settings.loss == "auto" else settings.loss
+    for name in ("tiling", "activation_checkpointing", "sequence_parallel"):
+        policy = getattr(settings, name)
+        init[name] = policy and asdict(policy)
+    kind = _STRATEGIES.get(settings.engine.name, "DeepSpeed")
+    result: dict[str, Any] = {
+        "trainer": {"strategy": {"class_path": f"lt_tiled.Tiled{kind}Strategy", "init_args": init}}
+    }
     data = config.get("data") or {}
     if "seq_len" in data.get("init_args", {}):
         result["data"] = {"class_path": data["class_path"], "init_args": {"seq_len": found.tokens}}

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from lt_tiled.errors import SimulationError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.namespaces import is_a
-from lt_tiled.planner.where import FakeLedger
+from lt_tiled.planner.fake import FakeLedger
 from lt_tiled.tiling.patch import whole_modules
 from lt_tiled.training_step.step import stepped_on
 
@@ -51,12 +50,6 @@ class Engine:
     live: int = 0
 
     @property
-    def strategy(self) -> str:
-        """The strategy of this package for the engine."""
-        kinds = {"single": "SingleDevice", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "ModelParallel"}
-        return f"Tiled{kinds.get(self.name, 'DeepSpeed')}Strategy"
-
-    @property
     def stage(self) -> int:
         """The stage of ZeRO, or 0 for other engines."""
         return int(self.name[-1]) if self.name.startswith("zero") else 0
@@ -64,8 +57,8 @@ class Engine:
 
 def engine_of(strategy: Any, ranks: int) -> Engine:
     """Return the engine of a strategy, of Lightning or of this package."""
-    if is_a(strategy, "DeepSpeedStrategy"):
-        return _deepspeed(strategy.config.get("zero_optimization", {}), ranks)
+    if is_a(strategy, "DeepSpeedStrategy") and strategy.config.get("zero_optimization", {}).get("stage", 0):
+        return _deepspeed(strategy.config["zero_optimization"], ranks)
     if is_a(strategy, "FSDPStrategy"):
         return Engine("fsdp", ranks)
     if is_a(strategy, "ModelParallelStrategy"):
@@ -76,30 +69,23 @@ def engine_of(strategy: Any, ranks: int) -> Engine:
 
 
 def _deepspeed(zero: dict[str, Any], ranks: int) -> Engine:
-    stage: Any = f"zero{zero.get('stage', 0)}"
-    if stage == "zero0":
-        return Engine("ddp", ranks)
-    optimizer, weights = (zero.get(f"offload_{what}", {}).get("device") or "none" for what in ("optimizer", "param"))
-    overlap = zero.get("overlap_comm", False) and stage != "zero3"
-    live = min(int(zero.get(f"stage3_max_{what}", 1e9)) for what in ("live_parameters", "reuse_distance"))
-    return Engine(
-        name=stage,
-        ranks=ranks,
-        bucket=int(zero.get("reduce_bucket_size", 5e8)) * (2 if overlap else 1),
-        offload_optimizer=str(optimizer) != "none",
-        offload_weights=str(weights) != "none",
-        live=live if stage == "zero3" else 0,
-    )
+    name: Any = f"zero{zero['stage']}"
+    bucket, live = int(zero.get("reduce_bucket_size", 5e8)), 0
+    if name == "zero3":
+        live = int(min(zero.get("stage3_max_live_parameters", 1e9), zero.get("stage3_max_reuse_distance", 1e9)))
+    elif zero.get("overlap_comm", False):
+        bucket *= 2
+    optimizer, weights = (zero.get(f"offload_{what}", {}).get("device", "none") for what in ("optimizer", "param"))
+    return Engine(name, ranks, bucket, False, optimizer != "none", weights != "none", live=live)
 
 
-class EngineMemory(ExitStack):
-    """Records what an engine allocates on one rank, until it is closed. This base class records DDP's gradient buckets.
+class EngineMemory:
+    """Records what an engine allocates on one rank. This base class records DDP's gradient buckets.
 
     The model has fake weights, and no optimizer yet.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, ledger: FakeLedger) -> None:
-        super().__init__()
         self.engine, self.model, self.ledger = engine, model, ledger
         if engine.name == "ddp" and not engine.views:
             ledger.hold(sum(p.nbytes for p in self.trained), "communication")
@@ -111,7 +97,6 @@ class EngineMemory(ExitStack):
 
     def replace_weights(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the optimizer step on what the engine steps on."""
-        self.optimizer = optimizer
 
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase."""
@@ -141,9 +126,7 @@ class FSDP(EngineMemory):
 
     def _name_gathered(self, *_: Any) -> None:
         """Name the weights that are gathered now. Their storages keep the name when FSDP fills them again."""
-        for weight in self.model.parameters():
-            if not isinstance(weight, DTensor):
-                self.ledger.name(weight, "gathered")
+        self.ledger.name([weight for weight in self.model.parameters() if not isinstance(weight, DTensor)], "gathered")
 
 
 @dataclass
@@ -169,39 +152,35 @@ class Zero(EngineMemory):
     """Records what DeepSpeed allocates: float32 copies of a rank's part of the weights, on which the optimizer steps.
 
     All sizes are closed formulas. ZeRO-1 and ZeRO-2 have a bucket in the backward pass, ZeRO-3 always. ZeRO-3 keeps
-    ``live`` elements gathered, or the largest module whose weights are gathered together.
+    ``live`` elements gathered, or the largest module whose weights are gathered together. Gradients leave the weights
+    of ZeRO-2 and ZeRO-3 as soon as they are summed.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, ledger: FakeLedger) -> None:
         super().__init__(engine, model, ledger)
         self.until_step = ExitStack()
         """Releases what exists from the backward pass to the optimizer's step."""
-        self.bucket = engine.bucket * self.trained[0].itemsize if self.trained else 0
+        self.bucket = engine.bucket * next(model.parameters()).itemsize
 
     def replace_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        super().replace_weights(optimizer)
-        # Gradients leave the weights as soon as they are reduced, those of a ZeRO-3 module together.
-        reduced_together = [[weight] for weight in self.trained] if self.engine.stage == 2 else []
+        self.optimizer = optimizer
         if self.engine.stage == 3:
-            reduced_together = self._shard_weights()
-        for weights in reduced_together:
-            for weight in weights:
-                self.callback(weight.register_post_accumulate_grad_hook(partial(self._reduce, weights)).remove)
+            self._shard_weights()
+        for weight in self.trained if self.engine.stage > 1 else ():
+            weight.register_post_accumulate_grad_hook(self._reduce)
         for group in optimizer.param_groups:
             group["params"] = [self._master(p) for p in group["params"]]
 
-    def _part(self, weights: list[nn.Parameter]) -> int:
+    def _part(self, weights: Sequence[Tensor]) -> int:
         """Return the bytes of a rank's part of weights."""
         return sum(-(-p.numel() // self.engine.ranks) * p.itemsize for p in weights)
 
-    def _shard_weights(self) -> list[list[nn.Parameter]]:
-        """Record the shards of ZeRO-3, and return the weights with gradients that are reduced together."""
-        weights, leaves = list(self.model.parameters()), whole_modules(self.model)
-        inside = {part for _, leaf in leaves for part in leaf.modules()}
-        modules = [[*leaf.parameters()] for _, leaf in leaves]
-        modules += [[*m.parameters(recurse=False)] for m in self.model.modules() if m not in inside]
-        largest = max(sum(p.numel() for p in module) for module in modules)
-        gathered = max(largest, min(self.engine.live, sum(p.numel() for p in weights)))
+    def _shard_weights(self) -> None:
+        """Record the shards of ZeRO-3, their gradients, and what is gathered."""
+        weights = list(self.model.parameters())
+        sizes = [sum(p.numel() for p in leaf.parameters()) for _, leaf in whole_modules(self.model)]
+        sizes += [sum(p.numel() for p in module.parameters(recurse=False)) for module in self.model.modules()]
+        gathered = max(*sizes, min(self.engine.live, sum(p.numel() for p in weights)))
         self.ledger.hold(gathered * weights[0].itemsize, "gathered")
         if not self.engine.offload_weights:
             self.ledger.hold(self._part(weights), "weights")
@@ -210,7 +189,6 @@ class Zero(EngineMemory):
         self.ledger.hold(self.bucket, "communication")
         for weight in weights:
             self.ledger.drop(weight)
-        return [[p for p in module if p.requires_grad] for module in modules]
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
         """Return the float32 copy of a rank's part of a weight."""
@@ -232,12 +210,11 @@ class Zero(EngineMemory):
         self.optimizer.zero_grad()
         self.model.zero_grad(set_to_none=True)
 
-    def _reduce(self, weights: list[nn.Parameter], weight: Tensor) -> None:
-        """Move the gradients of weights to the bucket, once all have come."""
-        if all(p.grad is not None for p in weights):
-            nn.ParameterList(weights).zero_grad(set_to_none=True)
-            if self.engine.stage == 2 and not self.engine.offload_optimizer:
-                self.until_step.callback(self.ledger.hold(self._part(weights), "gradients"))
+    def _reduce(self, weight: Tensor) -> None:
+        """Move the gradient of a weight to the bucket."""
+        weight.grad = None
+        if self.engine.stage == 2 and not self.engine.offload_optimizer:
+            self.until_step.callback(self.ledger.hold(self._part([weight]), "gradients"))
 
 
 @contextmanager

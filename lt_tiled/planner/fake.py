@@ -1,10 +1,10 @@
-"""Models without memory: fake weights in place of real ones, tiers that move nothing, and groups of one process."""
+"""Models without memory: fake tensors and the ledger that knows which module runs, fake weights, groups and tiers."""
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -12,13 +12,30 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
+from lt_tiled.errors import NothingFoundError, SimulationError
+from lt_tiled.modules.blocks import find_blocks
+from lt_tiled.modules.find import plain_name
+from lt_tiled.modules.patch import get_patch
+from lt_tiled.modules.targets import find_tileable
 from lt_tiled.offload.offloader import Offloader
-from lt_tiled.planner.where import FakeLedger
-from lt_tiled.policies import ActivationCheckpointing, parse_bytes
+from lt_tiled.planner.ledger import Ledger
+from lt_tiled.policies import ActivationCheckpointing, Tiling
+from lt_tiled.recompute.blocks import BlockPatch
 from lt_tiled.training_step.step import nothing, swapped
+
+aten = torch.ops.aten
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_ACCUMULATES = 2**63
+"""Nodes that accumulate a weight's gradient have a number above all others."""
 
 
 @contextmanager
@@ -37,6 +54,92 @@ def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
             stack.enter_context(swapped(vars(hub_kernels), "is_torchdynamo_exporting", lambda: True))
         stack.enter_context(FakeTensorMode())
         yield stack.enter_context(FakeLedger(model))
+
+
+class FakeLedger(Ledger):
+    """Records fake tensors with the part of the step that allocates them, and names the module in errors.
+
+    It follows modules by hooks, and in the backward pass by the numbers of autograd's nodes: the number of a node tells
+    in which forward or recompute it was made, and so for which part it works. Autograd has no public name for the
+    current node and the next number.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.phase = "forward"
+        self.gathers_in_place = False
+        """Whether FSDP gathers into the weights themselves, as ``FullyShardedDataParallel`` does."""
+        self._paths = {module: plain_name(path) for path, module in model.named_modules()}
+        self._blocks = {block for _, block in find_blocks(model)}
+        self._parts = {part: "attention" for block in self._blocks for part in block.modules()}
+        with suppress(NothingFoundError):
+            for target in find_tileable(model, Tiling(targets="mlp")):
+                for module in (target.module, *target.before, *target.after):
+                    self._parts |= dict.fromkeys(module.modules(), "MLP")
+        self._past_blocks = False
+        self._stack: list[nn.Module | None] = []
+        self._numbers: list[int] = []
+        self._noted: list[str] = []
+
+    def __enter__(self) -> FakeLedger:
+        self._undo.callback(register_module_forward_pre_hook(self._enter).remove)
+        self._undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        super().__enter__()
+        return self
+
+    def begin(self, phase: str) -> None:
+        """Enter the forward, backward or optimizer phase."""
+        self.phase = phase
+        self._stack.clear()
+        self._note()
+
+    def part(self) -> str:
+        node = None if self._stack else torch._C._current_autograd_node()
+        if node is not None:
+            number = node._sequence_nr()
+            index = bisect_right(self._numbers, number) - 1
+            return self._noted[index] if 0 <= number < _ACCUMULATES and index >= 0 else "gradients"
+        if self._stack and self._stack[-1] in self._parts:
+            return self._parts[self._stack[-1]]
+        if self.phase == "optimizer":
+            return "optimizer"
+        return "loss" if self._past_blocks else "rest"
+
+    def _note(self) -> None:
+        """Assign the nodes that are made from now on to what is running now."""
+        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._noted.append(self.part())
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        above = self._stack[-1] if self._stack else None
+        # A module outside of the model, such as a loss, belongs to its caller.
+        self._stack.append(module if module in self._paths else above)
+        self._note()
+        if module in self._blocks and get_patch(module, BlockPatch) is not None:
+            self.name([t for t in args if isinstance(t, Tensor) and t.is_floating_point()], "block inputs")
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._past_blocks |= module in self._blocks
+        self._note()
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, also where torch's fake kernels lack something."""
+        if self.gathers_in_place and func.namespace == "fsdp" and "split_with_sizes_copy" in str(func):
+            self.drop(args[0])  # what is copied to the weights would be the weights
+        if func is aten._local_scalar_dense.default and not self._stack:
+            return 1.0 if args[0].is_floating_point() else 1  # a training step may read its loss
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16
+            left, right, *rest = args
+            return func(left.bfloat16(), right.bfloat16(), *rest, **kwargs).to(left.dtype)
+        try:
+            return func(*args, **kwargs)
+        except _NEEDS_VALUES as error:
+            running = self._stack[-1] if self._stack else None
+            path = self._paths[running] if running is not None else ""
+            reason = "needs the values of tensors, which a simulation does not have"
+            raise SimulationError(f"{func} in {path or 'the training step'} {reason}.") from error
 
 
 def fake_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -68,21 +171,17 @@ def fake_group(ranks: int) -> Any:
     return SimpleNamespace(group_name="simulated", size=lambda: ranks, rank=lambda: 0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _FakeTier:
-    """A tier from which bytes come back as new ones: at once, or when they are needed."""
+    """A tier with room for all. Bytes come back as new ones: at once, or from a disk when they are needed."""
 
-    left: float
     name: Callable[[Tensor], None]
     at_once: bool
 
     def store(self, raw: Tensor, after: None) -> Any:
-        if raw.nbytes > self.left:
-            return None
-        self.left -= raw.nbytes
         return None, lambda: False, nothing  # it leaves when the offloader waits for it
 
-    def load(self, room: None, nbytes: int, device: torch.device) -> Any:
+    def load(self, room: None, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
         def new() -> Tensor:
             loaded = torch.empty(nbytes, dtype=torch.uint8)
             self.name(loaded)
@@ -99,10 +198,6 @@ class _FakeTier:
 def fake_offloader(
     name: Callable[[Tensor], None], policy: ActivationCheckpointing, ranks_per_node: int | None
 ) -> Offloader:
-    """Return an offloader with the tiers and budgets of a policy that moves nothing. ``name`` names what it loads."""
-
-    def tier(tier_name: str, budget: int | str | None) -> Any:
-        left = math.inf if budget is None else parse_bytes(budget, f"{tier_name}_budget") // (ranks_per_node or 1)
-        return _FakeTier(left, name, tier_name == "cpu") if tier_name in (policy.offload or "") else None
-
-    return Offloader(policy, tier("cpu", policy.cpu_budget), tier("disk", policy.disk_budget))
+    """Return an offloader that moves nothing, to the first tier of a policy. ``name`` names what it loads."""
+    tier: Any = _FakeTier(name, at_once=policy.offload != "disk")
+    return Offloader(policy, None, tier) if policy.offload == "disk" else Offloader(policy, tier, None)

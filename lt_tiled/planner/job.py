@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled.errors import SimulationError
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.simulate import Settings, Simulation, simulate
 from lt_tiled.sequence_parallel.groups import check_size
-from lt_tiled.training_step.step import first_batch, shape_of, silence, training_loss, with_length
+from lt_tiled.training_step.step import first_batch, shape_of, silence, with_length
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "32": (torch.float32, None),
@@ -43,12 +40,6 @@ class Job:
     settings: Settings
 
     @property
-    def name(self) -> str:
-        """The class of the model: the largest child of the module, or the module itself."""
-        inner = max(self.module.children(), key=lambda m: sum(p.numel() for p in m.parameters()), default=self.module)
-        return type(inner).__name__
-
-    @property
     def tokens(self) -> int:
         """The sequence length of the batch."""
         return shape_of(self.batch)[1]
@@ -61,21 +52,7 @@ class Job:
             ValueError: If the batch has no sequences and ``tokens`` is given.
         """
         batch = self.batch if tokens is None else with_length(self.batch, tokens)
-        module = copy.deepcopy(self.module)  # it gets fake weights, and FSDP's hooks
-        module.trainer = self.module.trainer
-        module.trainer.strategy.connect(module)
-
-        def step() -> Tensor:
-            fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
-            return training_loss(module.training_step, module, fake)
-
-        def make_optimizer() -> torch.optim.Optimizer:
-            found, _ = _init_optimizers_and_lr_schedulers(module)
-            if len(found) != 1:
-                raise SimulationError(f"{type(self.module).__name__} has {len(found)} optimizers: a plan needs one.")
-            return found[0]
-
-        return simulate(module, step, make_optimizer, settings or self.settings)
+        return simulate(self.module, batch, settings or self.settings)
 
 
 def make_job(
@@ -96,10 +73,16 @@ def make_job(
         ValueError: If an argument is not understood.
     """
     settings = _settings(trainer, _ranks(trainer) if devices is None else devices)
-    unknown = devices is None and str(trainer.get("devices", "auto")) in ("auto", "-1")
-    if unknown and settings.engine.name not in ("single", "ddp"):
-        warn("devices='auto' is planned as one device, which shards nothing: say how many with --devices.")
-    _connect_trainer(module, datamodule)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.INFO)  # the Trainer would tell which devices it uses
+    try:
+        # A module may ask a Trainer, which runs nothing.
+        stub = Trainer(accelerator="cpu", devices=1, max_epochs=-1, max_steps=1000, barebones=True)
+    finally:
+        logging.disable(disabled)
+    stub.datamodule = datamodule  # type: ignore[attr-defined]
+    module.trainer = stub
+    stub.strategy.connect(module)
     (module if datamodule is None else datamodule).prepare_data()
     if datamodule is not None:
         datamodule.setup("fit")
@@ -116,51 +99,33 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
         if strategy not in (known := StrategyRegistry.available_strategies()):
             raise ValueError(f"strategy={strategy!r} is not known: pass one of {', '.join(known)}.")
         strategy = StrategyRegistry.get(strategy)
+    # The policies are those of the strategy, or else of callbacks.
     callbacks = trainer.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, Sequence) else [callbacks]
-    policies = [strategy, *(c for c in callbacks if isinstance(c, AppliesPolicies))]
-
-    def first(name: str) -> Any:
-        return next((value for p in policies if (value := getattr(p, name, None)) is not None), None)
-
+    policies = dict[str, Any]()
+    for owner in (strategy, *(callbacks if isinstance(callbacks, list) else [callbacks])):
+        if isinstance(owner, AppliesPolicies):
+            for name in ("tiling", "activation_checkpointing", "loss", "sequence_parallel"):
+                policies[name] = policies.get(name) or getattr(owner, name)
+    if shared := policies.get("sequence_parallel"):
+        check_size(shared.size, ranks)
     precision = str(trainer.get("precision") or "32")
     dtypes = _PRECISIONS.get(precision.removesuffix("-mixed"), _PRECISIONS.get(precision.removesuffix("-true")))
     if dtypes is None:
         raise ValueError(f"precision={precision!r} cannot be planned: set it to one of {', '.join(_PRECISIONS)}.")
     dtype, autocast = dtypes
     engine = engine_of(strategy, ranks)
-    shared = first("sequence_parallel")
-    if shared is not None:
-        check_size(shared.size, ranks)
     if autocast is not None and (engine.name == "fsdp" or engine.stage):  # these cast weights instead
         if engine.name == "fsdp":
             engine = replace(engine, mixed=autocast)
         dtype, autocast = autocast, None
     return Settings(
-        tiling=first("tiling"),
-        activation_checkpointing=first("activation_checkpointing"),
-        loss=first("loss"),
-        sequence_parallel=shared,
+        **policies,
         engine=engine,
         dtype=dtype,
         autocast=autocast,
         accumulate=int(trainer.get("accumulate_grad_batches") or 1),
-        clip=bool(trainer.get("gradient_clip_val")),
         gpu=trainer.get("accelerator", "auto") not in ("cpu", "mps"),
     )
-
-
-def _connect_trainer(module: LightningModule, datamodule: LightningDataModule | None) -> None:
-    """Give a module a Trainer that it can ask and that runs nothing."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.INFO)  # the Trainer would tell which devices it uses
-    try:
-        stub = Trainer(accelerator="cpu", devices=1, max_epochs=-1, max_steps=1000, barebones=True)
-    finally:
-        logging.disable(disabled)
-    stub.datamodule = datamodule  # type: ignore[attr-defined]
-    module.trainer = stub
-    stub.strategy.connect(module)
 
 
 def _configure(module: LightningModule, dtype: torch.dtype) -> None:
@@ -178,8 +143,13 @@ def _configure(module: LightningModule, dtype: torch.dtype) -> None:
 
 
 def _ranks(trainer: Mapping[str, Any]) -> int:
-    devices = trainer.get("devices", 1)
+    """Return the number of ranks, as far as the arguments of a Trainer say it."""
+    devices = trainer.get("devices", "auto")
     if isinstance(devices, str) and "," in devices:
         devices = [part for part in devices.split(",") if part.strip()]
-    per_node = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 1
-    return max(per_node, 1) * int(trainer.get("num_nodes", 1))
+    if isinstance(devices, list):
+        devices = len(devices)
+    elif not str(devices).isdecimal():
+        warn(f"devices={devices!r} is planned as one device: say how many with --devices.")
+        devices = 1
+    return int(devices) * int(trainer.get("num_nodes", 1))

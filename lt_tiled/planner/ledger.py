@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.flop_counter import flop_registry
 
@@ -36,20 +34,15 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Work:
-    """What operations compute and exchange."""
+    """What operations compute."""
 
     products: int = 0
     """FLOPs of matrix products."""
     attention: int = 0
     """FLOPs of attention kernels."""
-    exchanged: int = 0
-    """Bytes of tensors that ranks with a shared sequence exchange, the part that stays on the rank among them."""
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.products + other.products, self.attention + other.attention, self.exchanged + other.exchanged)
-
-    def __sub__(self, other: Work) -> Work:
-        return self + Work(-other.products, -other.attention, -other.exchanged)
+        return Work(self.products + other.products, self.attention + other.attention)
 
     @property
     def flops(self) -> int:
@@ -72,9 +65,6 @@ class Ledger(TorchDispatchMode):
         self.clock = self.peak_at = 0
         self.allocations: list[Allocation] = []
         self._live: dict[int | None, Allocation] = {}
-        self._sum: Any = (None, None, None)
-        """The peak before autograd added two gradients, the first of them, and the sum. Without a dispatch mode it
-        adds in place where nothing else refers to the first one, which is then released next."""
         self._undo = ExitStack()
 
     def __enter__(self) -> Any:
@@ -98,19 +88,15 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:
             return args[0].fake_device
-        kwargs, before = kwargs or {}, (self.peak, self.peak_at)
-        moves = func.overloadpacket is aten.set_  # which alone gives an argument another storage
-        given = _keys((args, kwargs)) if moves else None
+        kwargs = kwargs or {}
         result = self.run(func, args, kwargs)
-        self.work += work_of(func, args, kwargs, result)
+        self.work += _work_of(func, args, kwargs, result)
         new = [tensor for tensor in _plain_tensors(result) if storage_key(tensor) not in self._live]
-        if new and given is None:  # views and outputs in place are not new, and a search of all arguments is slow
-            given = _keys((args, kwargs))
+        # What an operation was given, and returns or views, is older than the ledger. A search of all is slow.
+        given = {storage_key(tensor) for tensor in _plain_tensors((args, kwargs))} if new else set()
         for tensor in new:
-            if storage_key(tensor) not in (given or ()):
+            if storage_key(tensor) not in given:
                 self._track(tensor)
-        if func is aten.add.Tensor and new and _called_by_autograd():
-            self._sum = before, self.find(args[0]), self.find(result)
         if func.namespace == "lt_tiled":  # a collective of sequence parallelism
             self.name((args, result), "communication")
         return result
@@ -156,26 +142,18 @@ class Ledger(TorchDispatchMode):
 
     def _end(self, allocation: Allocation) -> None:
         if allocation.died is None:
-            (peak, first, total), self._sum = self._sum, (None, None, None)
-            in_place = first is allocation and total is not None and total.born == self.clock
             self.clock += 1
             allocation.died = self.clock
             self.now -= allocation.nbytes
-            if in_place:
-                total.born, (self.peak, self.peak_at) = self.clock, peak
 
     def hold(self, nbytes: int, part: str) -> Callable[[], None]:
         """Record bytes that no operation allocates, and return a function that releases them once."""
         return partial(self._end, self._add(nbytes, part))
 
-    def find(self, tensor: Tensor) -> Allocation | None:
-        """Return the allocation of a tensor's storage."""
-        return self._live.get(storage_key(tensor))
-
     def name(self, tensors: Any, part: str) -> None:
         """Set the part of the storages of tensors."""
         for tensor in _plain_tensors(tensors):
-            if (allocation := self.find(tensor)) is not None:
+            if (allocation := self._live.get(storage_key(tensor))) is not None:
                 allocation.part = part
 
     def drop(self, tensor: Tensor) -> None:
@@ -185,10 +163,6 @@ class Ledger(TorchDispatchMode):
     def restart_peak(self) -> None:
         """Start a new peak at the current bytes."""
         self.peak, self.peak_at = self.now, self.clock
-
-
-def _keys(tree: Any) -> set[int | None]:
-    return {storage_key(tensor) for tensor in _plain_tensors(tree)}
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
@@ -204,21 +178,8 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
             yield from _plain_tensors(leaf)
 
 
-def _called_by_autograd() -> bool:
-    """Whether an operation is one of autograd's own, and not of Python code that it runs."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        path = frame.f_code.co_filename.replace("\\", "/")
-        if "torch/_" not in path and frame.f_code.co_filename != __file__:  # around any dispatch mode, and this one
-            break
-        frame = frame.f_back
-    return frame is None or frame.f_code is _engine_run_backward.__code__
-
-
-def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-    """Return the work of an operation."""
-    if func.namespace == "lt_tiled":  # the larger one of an all-gather or a reduce-scatter
-        return Work(exchanged=max(sum(t.nbytes for t in _plain_tensors(tree)) for tree in (args, result)))
+def _work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
+    """Return the FLOPs of an operation."""
     packet = func._overloadpacket
     formula: Any = _OWN.get(packet) or flop_registry.get(packet)
     if formula is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 from lt_tiled.memory import gib
@@ -19,10 +18,9 @@ def draw_step(run: Simulation, path: str | Path, memory: int | None = None) -> N
 
     Args:
         run: A simulated step.
-        path: A ``.png``, ``.svg`` or ``.pdf`` file; errors as of :func:`check_format`.
+        path: A file in a format of matplotlib, such as ``.png``, ``.svg`` or ``.pdf``.
         memory: The memory of a device in bytes, drawn as a line.
     """
-    check_format(path)
     from matplotlib.figure import Figure
 
     # Of each interval, the moment with the most bytes stands for all.
@@ -42,17 +40,6 @@ def draw_step(run: Simulation, path: str | Path, memory: int | None = None) -> N
         axis.text(x, run.peak / 2**30, f" {phase}", fontsize=7, ha="right" if phase == "optimizer" else "left")
     if memory:
         axis.axhline(memory / 2**30, color="black", linewidth=1, linestyle="--")
-    axis.set_title(f"peak {gib(run.peak)}", fontsize=10)
-    axis.set_xticks([])
-    axis.set_xlabel("allocations, in their order", fontsize=8)
-    axis.set_ylabel("GiB")
+    axis.set(title=f"peak {gib(run.peak)}", xticks=[], xlabel="allocations, in their order", ylabel="GiB")
     figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     figure.savefig(path)
-
-
-def check_format(path: str | Path) -> None:
-    """Check that a plot can be written, before any work is done for it."""
-    if find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("Plots need the package matplotlib: pip install 'lt-tiled[plot]'.")
-    if Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"{str(path)!r} must end in .png, .svg or .pdf.")

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
 from lt_tiled.loss.transformers import find_losses
 from lt_tiled.memory import gib
 from lt_tiled.planner.job import Job
 from lt_tiled.planner.simulate import STATE, Settings, Simulation
-from lt_tiled.planner.speed import Machine, Speed, parse_machine, predict
-from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
-from lt_tiled.sequence_parallel.groups import sizes_of
+from lt_tiled.planner.speed import GPU, MACHINES, Machine, Speed, predict
+from lt_tiled.policies import ActivationCheckpointing, LossShards, Tiling
 from lt_tiled.training_step.step import nothing, shape_of
 
 LIMIT = 2**27
 """The longest sequence of a search: if such a step fits, its memory hardly depends on the sequence length."""
-GPU = "h100"
-"""The GPU of a predicted speed, where none is named."""
 CLOSE = 0.02
 """A search ends within this share of the longest sequence."""
 
@@ -29,7 +27,7 @@ class Plan:
     """The prediction for one rank, one sequence length and one set of settings."""
 
     name: str
-    """The class of the model."""
+    """The class of the module."""
     tokens: int
     settings: Settings
     simulation: Simulation
@@ -57,32 +55,26 @@ class Plan:
 
     def tokens_per_second(self, machine: Machine) -> float:
         """Return the tokens of all ranks in a second."""
-        engine, speed = self.settings.engine, self.speed(machine)
-        step = self.tokens * self.sequences * self.settings.accumulate * engine.ranks / self.settings.sharing
-        return step / speed.seconds if speed.seconds else 0.0
+        groups = self.settings.engine.ranks / self.settings.sharing
+        return self.tokens * self.sequences * self.settings.accumulate * groups / self.speed(machine).seconds
 
-    def render(self, memory: int | None = None, gpu: str = GPU) -> str:
+    def render(self, memory: int | None = None, gpu: GPU = "h100") -> str:
         """Return text for the terminal; with the ``memory`` of a device in bytes, also whether it fits."""
-        run, sharing = self.simulation, self.settings.sharing
-        lines = [self.name + (f", {self.tokens} tokens" if self.tokens else "")]
-        if sharing > 1:
-            lines[0] += f", shared by {sharing} ranks"
+        run, speed = self.simulation, self.speed(MACHINES[gpu])
+        lines = [f"{self.name}, {self.tokens} tokens"]
         for part, nbytes in {**self.parts, "predicted peak of a rank": self.peak}.items():
             lines.append(f"  {part:24} {gib(nbytes):>12} {nbytes / self.peak:5.0%}")
         lines.append(f"Settings: {describe(self.settings)}.")
         lines.append(f"The peak occurs in the {self.phase} phase.")
         flops = f"{run.flops / 1e12:.3g} TFLOP per step, {run.forward.flops / 1e12:.3g} TFLOP in the forward pass"
         lines.append(f"FLOPs: {flops}.")
-        if (moved := run.offloaded) is not None and moved.cpu_bytes + moved.disk_bytes:
+        if (moved := run.offloaded) is not None:
             moved_to = f"{gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk"
             lines.append(f"Offloaded: {moved_to} per step.")
-        machine = parse_machine(gpu)
-        if self.tokens:
-            speed, rate = self.speed(machine), self.tokens_per_second(machine)
-            lines.append(
-                f"Speed on {gpu}: {rate:,.0f} tokens per second on {self.settings.engine.ranks} of them,"
-                f" {speed.seconds:.3g} s per step, bound by {speed.bound}."
-            )
+        lines.append(
+            f"Speed on {gpu}: {self.tokens_per_second(MACHINES[gpu]):,.0f} tokens per second on"
+            f" {self.settings.engine.ranks} of them, {speed.seconds:.3g} s per step, bound by {speed.bound}."
+        )
         if memory is not None and self.peak <= memory:
             lines.append(f"It fits into {gib(memory)}, with {gib(memory - self.peak)} to spare.")
         elif memory is not None:
@@ -91,22 +83,16 @@ class Plan:
 
 
 def describe(settings: Settings) -> str:
-    """Return the settings as one line."""
-    engine, tiling, policy = settings.engine, settings.tiling, settings.activation_checkpointing
-    parts = [engine.name + (f" over {engine.ranks} ranks" if engine.ranks > 1 else ""), "no tiling"]
-    shared = settings.sequence_parallel
-    if tiling is not None:
-        parts[1] = f"tile_tokens={tiling.tile_tokens}" if tiling.tile_tokens else f"num_shards={tiling.num_shards}"
-    if settings.loss is not None:
-        parts.append("tiled loss")
-    parts.append("no activation checkpointing" if policy is None else "activation checkpointing")
-    if policy is not None and policy.offload is not None:
-        parts.append(f"block inputs offloaded to {policy.offload} except the last {policy.keep_last}")
-    if policy is not None and policy.keep is not None:
-        parts.append("keep=attention" if policy.keep == "attention" else "outputs of operators kept")
-    if shared is not None:
-        parts.append(f"each sequence shared by {shared.size} ranks")
-    return ", ".join(parts)
+    """Return the settings as one line: the engine, and policies with the fields that are not their defaults."""
+    engine = settings.engine
+    parts = [engine.name + (f" over {engine.ranks} ranks" if engine.ranks > 1 else "")]
+    policies: list[Any] = [settings.tiling, settings.activation_checkpointing, settings.sequence_parallel]
+    for policy in policies:
+        if policy is not None:
+            values = [(field, getattr(policy, field.name)) for field in fields(policy)]
+            changed = [f"{field.name}={value!r}" for field, value in values if value != field.default]
+            parts.append(f"{type(policy).__name__}({', '.join(changed)})")
+    return ", ".join([*parts, *(["tiled loss"] if settings.loss else [])])
 
 
 def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) -> Plan:
@@ -121,7 +107,8 @@ def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) 
         SimulationError: If an operation needs values.
     """
     settings, length = settings or job.settings, tokens or job.tokens
-    return Plan(job.name, length, settings, job.simulate(tokens, settings), shape_of(job.batch)[0])
+    name = type(job.module).__name__
+    return Plan(name, length, settings, job.simulate(tokens, settings), shape_of(job.batch)[0])
 
 
 def longest(
@@ -150,57 +137,43 @@ def longest(
         tell(f"{tokens} tokens")
         return plan(job, tokens, settings)
 
-    found, high, tries = planned(max((tokens or job.tokens) // granule * granule, granule)), None, 0
-    if found.peak > memory:
-        found, high = planned(granule), found
-    low = found
+    low = found = planned(granule)
     if low.peak > memory:
         raise DoesNotFitError(
             f"{granule} tokens already take {gib(low.peak)}, more than {gib(memory)}: use more memory or devices."
         )
-    close = max(granule, int(CLOSE * low.tokens))
-    while low.tokens < LIMIT and (high is None or high.tokens - low.tokens > close):
-        # What grows with the tokens grows on from the latest plan. If it does not grow that way, halve the interval.
-        growing = sum(nbytes for part, nbytes in found.parts.items() if part not in STATE) / found.tokens
-        guess = found.tokens + (memory - found.peak) / max(growing, 1e-9)
-        if high is not None:
-            guess = (low.tokens + high.tokens) / 2 if tries % 3 == 2 else min(guess, high.tokens - close)
-        guess = min(max(guess, low.tokens + close), 64 * low.tokens, LIMIT)
-        found = planned(max(low.tokens + granule, int(guess) // granule * granule))
+    high, guess, tries = LIMIT, float(tokens or job.tokens), 0
+    while high - low.tokens > (close := max(granule, int(CLOSE * low.tokens))):
+        # A multiple of the granule between what fits and what does not.
+        guess = min(max(guess, low.tokens + close), high - granule)
+        found = planned(int(guess) // granule * granule)
         if found.peak <= memory:
             low = found
         else:
-            high = found
+            high = found.tokens
+        # What grows with the tokens grows on from the latest plan. If it does not grow that way, halve the interval.
+        growing = sum(nbytes for part, nbytes in found.parts.items() if part not in STATE) / found.tokens
+        guess = min(found.tokens + (memory - found.peak) / max(growing, 1e-9), 64 * low.tokens)
+        if high < LIMIT and tries % 3 == 2:
+            guess = (low.tokens + high) / 2
         tries += 1
-        close = max(granule, int(CLOSE * low.tokens))
     return low
 
 
-def cheapest(
-    job: Job, memory: int, tokens: int, tell: Callable[[str], None] = nothing, machine: Machine | None = None
-) -> Plan:
+def cheapest(job: Job, memory: int, tokens: int, tell: Callable[[str], None] = nothing, gpu: GPU = "h100") -> Plan:
     """Return the plan of :func:`ladder` with the shortest predicted step, of those that fit into ``memory`` bytes.
 
-    Of equally fast plans it is the first. Ranks share a sequence, the fewest possible, if it does not fit otherwise.
+    Of equally fast plans it is the first.
 
     Raises:
         DoesNotFitError: If no settings fit.
     """
     tried = list[Plan]()
-    for size in sizes_of(job.settings.engine.ranks):
-        shared = SequenceParallel(size) if size > 1 else None
-        fitting = list[Plan]()
-        for settings in ladder(job):
-            settings = replace(settings, sequence_parallel=shared)
-            tell(describe(settings))
-            try:
-                tried.append(plan(job, tokens, settings))
-            except ValueError:  # so many ranks cannot share a sequence of this model
-                break
-            if tried[-1].peak <= memory:
-                fitting.append(tried[-1])
-        if fitting:
-            return min(fitting, key=lambda found: found.speed(machine or parse_machine(GPU)).seconds)
+    for settings in ladder(job):
+        tell(describe(settings))
+        tried.append(plan(job, tokens, settings))
+    if fitting := [found for found in tried if found.peak <= memory]:
+        return min(fitting, key=lambda found: found.speed(MACHINES[gpu]).seconds)
     least = min(tried, key=lambda found: found.peak)
     raise DoesNotFitError(
         f"{tokens} tokens do not fit into {gib(memory)} with any settings: the least is {gib(least.peak)}, with"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,20 +11,23 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lt_tiled._log import quiet
 from lt_tiled._prepare import AppliesPolicies, Prepared
+from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.planner.engines import Engine, memory_of, mesh_of
-from lt_tiled.planner.fake import fake_group, fake_offloader, fake_weights, without_memory
+from lt_tiled.planner.fake import FakeLedger, fake_group, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
-from lt_tiled.planner.where import FakeLedger
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.cut import tiles_to_run
-from lt_tiled.training_step.step import stepped_on
+from lt_tiled.training_step.step import stepped_on, training_loss
 
 STATE = ("weights", "gradients", "optimizer", "gathered", "communication")
 """Parts of any sequence length, apart from what ranks that share a sequence exchange."""
@@ -40,7 +43,6 @@ class Settings:
         dtype: The dtype of the weights.
         autocast: The dtype of mixed precision.
         accumulate: Batches per optimizer step.
-        clip: Whether gradients are clipped by their norm.
         gpu: Whether the device is a GPU, where the optimizer updates all weights at once.
     """
 
@@ -52,7 +54,6 @@ class Settings:
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     accumulate: int = 1
-    clip: bool = False
     gpu: bool = False
 
     @property
@@ -107,29 +108,27 @@ class Simulation:
         return {part: list(accumulate(row))[:-1] for part, row in changes.items() if any(row)}
 
 
-def simulate(
-    model: nn.Module,
-    step: Callable[[], Tensor],
-    make_optimizer: Callable[[], torch.optim.Optimizer],
-    settings: Settings,
-) -> Simulation:
+def simulate(module: LightningModule, batch: Any, settings: Settings) -> Simulation:
     """Simulate a step after the first, when optimizer state and the last step's gradients exist.
 
-    The model gets fake weights, and its engine. ``step`` runs the forward pass and returns the loss.
+    Args:
+        module: A module on the meta device, with a Trainer.
+        batch: A batch on the meta device.
+        settings: The settings of the step.
     """
+    trainer, module = module.trainer, copy.deepcopy(module)  # it gets fake weights, and FSDP's hooks
+    module.trainer = trainer
+    trainer.strategy.connect(module)
     engine, phases = settings.engine, dict[str, int]()
-    with quiet(), mesh_of(engine) as mesh, without_memory(model) as ledger, ExitStack() as stack:
-        fake_weights(model, torch.float32 if engine.mixed else None)
-        ledger.name([*model.parameters(), *model.buffers()], "weights")
-        weights = sum(p.numel() for p in model.parameters())
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        memory = stack.enter_context(memory_of(engine, model, ledger, mesh))
-        prepared = stack.enter_context(_prepare(model, settings, ledger))
-        optimizer = make_optimizer()
-        if settings.gpu:
-            for group in optimizer.param_groups:
-                if group.get("foreach", True) is None:
-                    group["foreach"] = True
+    with quiet(), mesh_of(engine) as mesh, without_memory(module) as ledger, ExitStack() as stack:
+        # What exists before the step.
+        fake_weights(module, torch.float32 if engine.mixed else None)
+        ledger.name([*module.parameters(), *module.buffers()], "weights")
+        weights = sum(p.numel() for p in module.parameters())
+        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        memory = memory_of(engine, module, ledger, mesh)
+        prepared = stack.enter_context(_prepare(module, settings, ledger))
+        optimizer = _optimizer_of(module, settings.gpu)
         memory.replace_weights(optimizer)
         if not engine.offload_optimizer:
             _run_first_step(optimizer, ledger)
@@ -141,30 +140,38 @@ def simulate(
             ledger.begin(phase)
             memory.begin(phase)
 
-        # All above happened before the step.
         ledger.restart_peak()
         start, ledger.work = ledger.clock, Work()
         begin("forward")
+        fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
         with torch.autocast("cpu", settings.autocast, enabled=settings.autocast is not None):
-            loss = step()
-        forward = ledger.work
+            loss = training_loss(module.training_step, module, fake)
+        forward, ledger.work = ledger.work, Work()
         if settings.accumulate == 1:
             optimizer.zero_grad()  # at the same place as Lightning
         begin("backward")
         loss.backward()
         del loss
         _name_gradients(optimizer, ledger)
+        backward = ledger.work
         begin("optimizer")
-        backward = ledger.work - forward
-        if settings.clip:
-            torch.nn.utils.clip_grad_norm_(stepped_on(optimizer), 1.0)
         if not engine.offload_optimizer:
             optimizer.step()
         memory.stepped()
-        report = prepared.report()
+        moved = prepared.report().offloaded
         moments = (ledger.peak, ledger.peak_at, phases, ledger.clock)
         alive = tuple([a for a in ledger.allocations if a.died is None or a.died > start])
-        return Simulation(*moments, alive, forward, backward, report.offloaded, weights, trained)
+        return Simulation(*moments, alive, forward, backward, moved, weights, trained)
+
+
+def _optimizer_of(module: LightningModule, gpu: bool) -> torch.optim.Optimizer:
+    optimizers, _ = _init_optimizers_and_lr_schedulers(module)
+    if len(optimizers) != 1:
+        raise SimulationError(f"{type(module).__name__} has {len(optimizers)} optimizers: a plan needs one.")
+    for group in optimizers[0].param_groups if gpu else ():
+        if group.get("foreach", True) is None:  # then a GPU updates all weights at once
+            group["foreach"] = True
+    return optimizers[0]
 
 
 def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
@@ -191,25 +198,31 @@ def first_two_tiles(ledger: Ledger) -> Iterator[None]:
     """
 
     def run(rows: Iterable[Any]) -> Iterator[Any]:
-        seen: Counter[Hashable] = Counter()
-        work: dict[Hashable, Work] = {}
+        seen = dict[str, int]()
+        work = dict[str, Work]()
         for row in rows:
-            leaves = tree_leaves(row)
-            size = tuple(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
-            size += tuple(leaf.stop - leaf.start for leaf in leaves if isinstance(leaf, slice))
-            seen[size] += 1
+            size = str([_length(leaf) for leaf in tree_leaves(row)])
+            seen[size] = seen.get(size, 0) + 1
             if seen[size] > 2:
                 ledger.work += work[size]
                 continue
-            before = ledger.work
+            before, ledger.work = ledger.work, Work()
             yield row
-            work[size] = ledger.work - before
+            work[size] = ledger.work
+            ledger.work += before
 
     token = tiles_to_run.set(run)
     try:
         yield
     finally:
         tiles_to_run.reset(token)
+
+
+def _length(leaf: Any) -> Any:
+    """Return the size of what a tile is given: a tensor, or the slice of one."""
+    if isinstance(leaf, slice):
+        return leaf.stop - leaf.start
+    return leaf.shape if isinstance(leaf, Tensor) else None
 
 
 def _run_first_step(optimizer: torch.optim.Optimizer, ledger: FakeLedger) -> None:

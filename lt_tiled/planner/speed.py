@@ -3,15 +3,17 @@
 NOTE [Predicted time]
 A GPU computes matrix products and attention at a share of its peak, and copies at the nominal bandwidth of each link.
 Within a phase, copies overlap with the computation and with each other, so the phase takes as long as the slowest.
-Ranks that share a sequence wait for its exchange, so this adds to the computation. ``PRODUCTS``, ``ATTENTION`` and
-``CPU_ADAM`` are fitted to the six rows of an ablation of Arctic Long Sequence Training (arXiv:2506.13996) on 8 x H100.
-Its TFLOPS count attention without the causal mask, of which a causal kernel computes half.
+What ranks with a shared sequence exchange is not counted. ``PRODUCTS``, ``ATTENTION`` and ``CPU_ADAM`` are fitted to
+the six rows of an ablation of Arctic Long Sequence Training (arXiv:2506.13996) on 8 x H100. Its TFLOPS count attention
+without the causal mask, of which a causal kernel computes half.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from typing import Literal
 
+from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.planner.ledger import Work
 from lt_tiled.planner.simulate import Settings, Simulation
 
@@ -42,7 +44,8 @@ class Machine:
     network: float
 
 
-MACHINES = {
+GPU = Literal["a100", "h100", "h200", "b200"]
+MACHINES: dict[str, Machine] = {
     "a100": Machine(312, 2039, 25, 3, 300),
     "h100": Machine(989, 3350, 50, 6, 450),
     "h200": Machine(989, 4800, 50, 6, 450),
@@ -51,46 +54,15 @@ MACHINES = {
 """Data sheets of the SXM modules; PCIe 4 or 5 with 16 lanes, and one NVMe SSD for each GPU."""
 
 
-def parse_machine(text: str) -> Machine:
-    """Return the machine of text such as ``"h100"`` or ``"h100,pcie=25,network=50"``.
-
-    Raises:
-        ValueError: If a name is not known or a number is not positive.
-    """
-    name, *changes = text.split(",")
-    if (machine := MACHINES.get(name.strip().lower())) is None:
-        raise ValueError(f"gpu={text!r} is not known: begin it with one of {', '.join(MACHINES)}.")
-    known = [field.name for field in fields(Machine)]
-    for change in changes:
-        key, _, number = change.partition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            value = 0.0
-        if key.strip() not in known or not 0 < value < float("inf"):
-            raise ValueError(
-                f"gpu={text!r} has {change!r}: write one of {', '.join(known)}, '=' and a positive number of GB/s, or"
-                " of TFLOP/s for tflops."
-            )
-        machine = replace(machine, **{key.strip(): value})
-    return machine
-
-
 @dataclass(frozen=True)
 class Speed:
-    """The predicted seconds of the phases of a step, and what bounds the longest one."""
+    """The predicted seconds of a forward pass, a backward pass, the optimizer and a step, and what bounds the step."""
 
     forward: float
     backward: float
     optimizer: float
+    seconds: float
     bound: str
-    accumulate: int = 1
-    """Forward and backward passes per step."""
-
-    @property
-    def seconds(self) -> float:
-        """The duration of a step."""
-        return self.accumulate * (self.forward + self.backward) + self.optimizer
 
 
 def predict(run: Simulation, settings: Settings, machine: Machine) -> Speed:
@@ -100,33 +72,32 @@ def predict(run: Simulation, settings: Settings, machine: Machine) -> Speed:
     weights, trained = run.weights * each, run.trained * each
     gathered = weights * away if engine.name in ("fsdp", "fsdp2", "zero3") else 0.0
     reduced = trained * away * (2 if engine.name == "ddp" else 1)
-    disk = copied = 0
-    if run.offloaded is not None:
-        disk = run.offloaded.disk_bytes
-        copied = disk + run.offloaded.cpu_bytes
     loaded = weights / engine.ranks if engine.offload_weights else 0.0
+    moved = run.offloaded or OffloadStats()
 
-    def needs(work: Work, network: float) -> dict[str, float]:
+    def needs(work: Work, exchanged: float) -> dict[str, float]:
         """Return the seconds for which a pass needs each resource."""
-        waits = work.exchanged * (1 - 1 / settings.sharing) / machine.network / 1e9
         return {
-            "compute": (work.products / PRODUCTS + work.attention / ATTENTION) / machine.tflops / 1e12 + waits,
-            "PCIe": (copied + loaded) / machine.pcie / 1e9,
-            "NVMe": disk / machine.nvme / 1e9,
-            "network": waits + network / machine.network / 1e9,
+            "compute": (work.products / PRODUCTS + work.attention / ATTENTION) / machine.tflops / 1e12,
+            "PCIe": (moved.cpu_bytes + moved.disk_bytes + loaded) / machine.pcie / 1e9,
+            "NVMe": moved.disk_bytes / machine.nvme / 1e9,
+            "network": exchanged / machine.network / 1e9,
         }
 
     forward, backward = needs(run.forward, gathered), needs(run.backward, gathered + reduced)
     if engine.offload_optimizer:
         update = run.trained / engine.ranks / CPU_ADAM
     else:
+        # The optimizer reads and writes its state and the weights, and reads the gradients.
         parts = run.parts_at(run.phases["optimizer"])
         state = parts.get("weights", 0) + parts.get("optimizer", 0)
-        update = (2 * state + parts.get("gradients", 0)) / machine.memory / 1e9  # read and written
+        update = (2 * state + parts.get("gradients", 0)) / machine.memory / 1e9
     if engine.name in ("zero1", "zero2"):  # these gather the updated weights
         update = max(update, trained * away / machine.network / 1e9)
     longest = max(forward, backward, key=lambda resources: max(resources.values()))
     bound = max(longest, key=lambda name: longest[name])
     if update > settings.accumulate * max(longest.values()):
         bound = "the optimizer"
-    return Speed(max(forward.values()), max(backward.values()), update, bound, settings.accumulate)
+    passes = max(forward.values()) + max(backward.values())
+    seconds = settings.accumulate * passes + update
+    return Speed(max(forward.values()), max(backward.values()), update, seconds, bound)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from lt_tiled import SequenceParallel, TiledDDPStrategy, TiledModelParallelStrategy
-from lt_tiled.errors import DoesNotFitError
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.job import Job, make_job
-from lt_tiled.planner.search import cheapest, plan
+from lt_tiled.planner.search import plan
 from tests.planner.runs import LLAMA
 
 pytestmark = pytest.mark.slow
@@ -59,18 +58,3 @@ def test_exchanged_bytes_are_communication() -> None:
     averaged = 4  # the loss
     assert parts["communication"] == sent + arrived + averaged
     assert "communication" not in held(base, TOKENS, None)[0]
-
-
-@pytest.mark.full
-def test_cheapest() -> None:
-    """Ranks share a sequence only if it does not fit otherwise, and as few as possible."""
-    base = job(TiledDDPStrategy(activation_checkpointing=True))
-    least = []
-    for size in (1, 2, 4):
-        shared = replace(base.settings, loss="auto", sequence_parallel=SequenceParallel(size) if size > 1 else None)
-        least.append(plan(base, TOKENS, shared).peak)
-    assert least == sorted(least, reverse=True)
-    assert cheapest(base, least[0], TOKENS).settings.sequence_parallel is None
-    assert cheapest(base, least[1], TOKENS).settings.sequence_parallel == SequenceParallel(2)
-    with pytest.raises(DoesNotFitError, match="each sequence shared by 4 ranks"):
-        cheapest(base, least[2] // 2, TOKENS)
