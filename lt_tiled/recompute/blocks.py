@@ -99,12 +99,6 @@ class BlockPatch(Patch):
     """Whether a recompute with other values raises, and does not only warn."""
     history: BlockHistory = field(default_factory=BlockHistory)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        copy = super().__deepcopy__(memo)
-        assert isinstance(copy, BlockPatch)
-        copy.history = BlockHistory()
-        return copy
-
     def compiles(self, module: nn.Module) -> bool:
         """Return False if a mode must see each operation, and for views of a flat parameter of FSDP1.
 
@@ -116,9 +110,8 @@ class BlockPatch(Patch):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block, and recompute it in the backward pass if one may follow."""
-        if _checkpoints_itself(module):
-            return self.inner(module, *args, **kwargs)
-        if _is_recomputed_by_others(module) or is_transformed() or not torch.is_grad_enabled():
+        others = _checkpoints_itself(module) or _is_recomputed_by_others(module)
+        if others or is_transformed() or not torch.is_grad_enabled():
             return self.inner(module, *args, **kwargs)
         if has_cache(by_name(type(module).forward, args, kwargs)):
             kind = type(module).__name__
