@@ -2,10 +2,9 @@
 
 NOTE [What a recompute finds]
 A block's recompute begins with what its forward pass began with: its tensor arguments, torch's random states, autocast,
-the default dtype, the kernels that attention may use, variables of other packages (``carried``), and buffers of up to
-1 MiB.
-After it there is again what stood there before. Everything else that code reads is as it is then: where the recompute
-computes other values, the backward pass is refused (``compare.py``). Side effects in Python happen twice.
+the default dtype, the kernels that attention may use, the ``carried`` variables, and buffers of up to 1 MiB. Afterwards
+the previous values are restored. All other state has its value at the time of the backward pass: if the recompute then
+computes other values, the backward pass raises (``compare.py``). Side effects in Python happen twice.
 
 NOTE [What is offloaded]
 A block's hidden states are offloaded: its first floating-point argument of two or more dimensions, and the arguments of
@@ -24,9 +23,10 @@ offloader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from lt_tiled.offload.tensors import movable, storage_key, view_key
 from lt_tiled.policies import ActivationCheckpointing
 from lt_tiled.recompute.buffers import Buffers
 from lt_tiled.recompute.compare import describe
-from lt_tiled.recompute.keep import Chooses, Kept, keeps_attention
+from lt_tiled.recompute.keep import Chooses, KeepMode, keeps_attention
 from lt_tiled.recompute.mode import Carried, Precision, in_checkpoint, is_backward, is_transformed
 from lt_tiled.recompute.saved import COMPARED, BlockHistory, BlockSamples
 
@@ -130,13 +130,12 @@ class BlockPatch(Patch):
         tensors, call_with = _split(args, kwargs)
         hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
         # 2. What the recompute begins with.
-        call = BlockCall(self, module, hidden)
+        call = BlockCall(self, module, tensors, hidden)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def block(*given: Tensor) -> Any:
             inner_args, inner_kwargs = call_with(given)
-            with call.begun():
-                return self.inner(module, *inner_args, **inner_kwargs)
+            return call.run(partial(self.inner, module, *inner_args, **inner_kwargs))
 
         # 3. Inside the block torch's own hooks are on top of the offloader's, so these see the block's inputs alone.
         with nullcontext() if self.offload is None else self.offload.of_inputs(tensors):
@@ -149,30 +148,32 @@ class BlockPatch(Patch):
 class BlockCall:
     """One forward pass of a block, and its recompute: see NOTE [What a recompute finds]. It holds no argument."""
 
-    def __init__(self, patch: BlockPatch, module: nn.Module, hidden: Tensor | None) -> None:
-        self.carried, self.ran = Carried(), False
+    def __init__(self, patch: BlockPatch, module: nn.Module, tensors: Sequence[Tensor], hidden: Tensor | None) -> None:
+        self.ran = False
         # Torch ends a recompute by an exception, as soon as it has all that the forward pass saved.
         self.stops_early = torch.utils.checkpoint._enable_checkpoint_early_stop is not False
-        device = torch.device("cpu") if hidden is None else hidden.device
-        self.precision, self.buffers = Precision.now(device), Buffers(module.modules())
+        device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+        self.carried, self.precision = Carried(), Precision.now(device)
+        self.buffers = Buffers(module.modules())
         self.samples = BlockSamples(patch.name, patch.raises, hidden, patch.history, self.buffers.ids)
-        self.kept: Kept | None = None
+        self.kept: KeepMode | None = None
         if patch.keep is not None:
-            self.kept = Kept(patch.keep, patch.finds_attention, device, patch.offload)
+            self.kept = KeepMode(patch.keep, patch.finds_attention, device, patch.offload)
 
-    @contextmanager
-    def begun(self) -> Iterator[None]:
-        """Run the block inside: its forward pass the first time, and then its recompute."""
-        kept = nullcontext() if self.kept is None else self.kept.begun()
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Run the block: its forward pass the first time, and then its recompute."""
         if not self.ran:
             self.ran = True
-            with kept, self.samples.forward():
-                yield
-        else:
-            with self.buffers.in_place(), self.precision.context(), self.carried.context(), kept:
-                yield
-            if self.stops_early:
-                raise RuntimeError(f"{describe(self.samples.name, 'it saves fewer tensors')}.")
+            with self._keeping(), self.samples.forward():
+                return function()
+        with self.buffers.in_place(), self.precision.context(), self.carried.context(), self._keeping():
+            output = function()
+        if self.stops_early:
+            raise RuntimeError(f"{describe(self.samples.name, 'it saves fewer tensors')}.")
+        return output
+
+    def _keeping(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.kept is None else self.kept.one_pass()
 
 
 def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> list[tuple[str, nn.Module]]:
@@ -221,7 +222,7 @@ def _is_recomputed_by_others(block: nn.Module) -> bool:
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Callable[..., Any]]:
-    """Return the tensors among arguments and in their tuples, and what puts others in their place."""
+    """Return the tensors among the arguments and in tuples, and a function that rebuilds the arguments from others."""
     whole = (args, kwargs)
     leaves, tree = pytree.tree_flatten(whole, is_leaf=lambda node: node is not kwargs and not isinstance(node, tuple))
     positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -244,7 +245,7 @@ def _checkpoints_itself(module: nn.Module) -> bool:
 
 def _hidden_states(tensors: Sequence[Tensor]) -> list[Tensor]:
     hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
-    # A separate residual stream has the same shape, and other blocks share it as little.
+    # A separate residual stream has the same shape and is also used by one block only.
     return [t for t in tensors if t is hidden or (hidden is not None and t.shape == hidden.shape and t.requires_grad)]
 
 

@@ -1,11 +1,11 @@
 """Compare what a forward pass and its recompute compute, in every step, without waiting for the device.
 
 NOTE [Fingerprint]
-Code can read what no one observes: a variable of another module, the data of a weight, a file. A gradient is wrong only
-if the recompute computes other values. So up to :data:`ROWS` rows (tokens) of a tensor are each multiplied with one
-vector of random signs, in the forward pass and in the recompute. What changes a row by more than rounding changes that
-number, which is about as large as the row's norm. Single elements do not do: one document's mask, or one expert of 64,
-is not seen in them.
+Code can read state that cannot be observed: a variable of another module, the data of a weight, a file. A gradient is
+wrong only if the recompute computes other values. So up to :data:`ROWS` rows (tokens) of a tensor are each multiplied
+with one vector of random signs, in the forward pass and in the recompute. What changes a row by more than rounding
+changes that number, which is about as large as the row's norm. Single elements do not do: one document's mask, or one
+expert of 64, is not seen in them.
 
 NOTE [Rounding]
 A row differs if it is off by more than :data:`TOLERANCE` units in the last place of the least precise dtype, relative
@@ -43,10 +43,10 @@ EPS = {torch.float64: 2.0**-36, torch.float32: 2.0**-13, torch.float16: 2.0**-10
 
 
 @cache
-def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(width)
+def _signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
     with torch.inference_mode(False):
-        return torch.randint(0, 2, (width,), generator=generator).mul(2).sub(1).to(device, dtype)
+        return torch.randint(0, 2, (size,), generator=generator).mul(2).sub(1).to(device, dtype)
 
 
 def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:
@@ -60,14 +60,20 @@ def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:
         flat = flat[(count - 1) % step :: step]  # the last token is among them
     if flat.dtype != torch.float64:
         flat = flat.float()
-    return torch.mv(flat, _signs(flat.shape[-1], flat.dtype, tensor.device))  # [rows]
+    width = flat.shape[-1]
+    signs = _signs(1 << width.bit_length(), flat.dtype, tensor.device)  # of few sizes: masks are as wide as sequences
+    return torch.mv(flat, signs[:width])  # [rows]
 
 
 def rows_that_differ(before: Tensor, now: Tensor, eps: Tensor | float) -> Tensor:
-    """Return how many rows of fingerprints ``[..., rows]`` differ by more than rounding, less those that may."""
+    """Return how many more rows of fingerprints ``[..., rows]`` differ than may; negative if fewer do."""
     scale = before.nan_to_num(0, 0, 0).square().mean(-1, keepdim=True).sqrt()
     same = ((before - now).abs() <= scale * eps * TOLERANCE) | (before == now) | (before.isnan() & now.isnan())
-    return (~same).sum(-1) - min(FEW, before.shape[-1] // 32)
+    return (~same).sum(-1) - _few(before.shape[-1])
+
+
+def _few(rows: int) -> int:
+    return min(FEW, rows // 32)
 
 
 class Sample(NamedTuple):
@@ -144,14 +150,15 @@ def _tell(found: Sequence[tuple[Sample, int]], raises: bool) -> None:
     """Raise an error about the samples that differ, by so many rows, or warn."""
     shares: dict[str, float] = {}
     for sample, count in found:
-        shares[sample.name] = max(shares.get(sample.name, 0.0), count / len(sample.before))
+        rows = len(sample.before)
+        shares[sample.name] = max(shares.get(sample.name, 0.0), (count + _few(rows)) / rows)
     names = ", ".join(list(shares)[:2])
     if len(shares) > 2:
         names += f" and {len(shares) - 2} more"
-    message = f"{describe(names, f'{max(shares.values()):.1%} of rows')}, or {found[0][0].remedy}."
+    message = f"{describe(names, f'{max(shares.values()):.0%} of rows')}, or {found[0][0].remedy}."
     if raises:
         raise RuntimeError(message)
-    warn(message, once=message)
+    warn(message, once=names)
 
 
 VERDICT = _Verdict()

@@ -7,7 +7,7 @@ random numbers is kept with the state after it, so that the recompute goes on wi
 
 The recompute gets the output of an operator's n-th call for its n-th call. What runs in one pass alone, such as what an
 engine does inside a block, is run. Views, operators that write to their arguments, and those that only allocate memory,
-which engines fill past torch, run in both passes. What runs in tiles is hidden: see ``hidden_from_checkpoints``.
+which code outside of torch may fill, run in both passes. What runs in tiles is hidden: see ``hidden_from_checkpoints``.
 
 NOTE [Attention]
 A mode that sees each operator of a block doubles its host time. So with ``keep="attention"`` the mode stands only while
@@ -20,10 +20,10 @@ by their names. Of compiled attention the mode sees the compiled code as one ope
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ class KeptOutput(NamedTuple):
     """The state behind it, if it may have drawn random numbers."""
 
 
-class Kept(TorchDispatchMode):
+class KeepMode(TorchDispatchMode):
     """What one call of a block keeps: recorded in its forward pass, returned in its recompute.
 
     Args:
@@ -71,7 +71,7 @@ class Kept(TorchDispatchMode):
         self.device, self.store = device, store
         self.values: dict[Any, KeptOutput] = {}
         """By the operator and the number of its call."""
-        self.stands = False
+        self.is_on = False
         """Whether the mode is on."""
         self._recorded = False
         self._calls = Counter[Any]()
@@ -82,8 +82,8 @@ class Kept(TorchDispatchMode):
         return True
 
     @contextmanager
-    def begun(self) -> Iterator[None]:
-        """Record in the first pass, and return the same in later ones."""
+    def one_pass(self) -> Iterator[None]:
+        """Record outputs in the forward pass; return them in each recompute."""
         self._calls.clear()
         token = _kept.set(self)
         try:
@@ -91,24 +91,24 @@ class Kept(TorchDispatchMode):
                 if self.finds_attention:
                     stack.enter_context(FindsAttention())
                 if self.chooses is not keeps_attention:
-                    stack.enter_context(self.standing())
+                    stack.enter_context(self.turned_on())
                 yield
         finally:
             _kept.reset(token)
             self._recorded = True
 
     @contextmanager
-    def standing(self) -> Iterator[None]:
+    def turned_on(self) -> Iterator[None]:
         """Turn the mode on for a while, unless it is."""
-        if self.stands:
+        if self.is_on:
             yield
             return
-        self.stands = True
+        self.is_on = True
         try:
             with self:
                 yield
         finally:
-            self.stands = False
+            self.is_on = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, or return its output of the forward pass."""
@@ -138,7 +138,7 @@ class Kept(TorchDispatchMode):
                 # As above autograd, where a detached tensor sees in-place changes of the other one.
                 with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                     detached = leaf.detach()
-                leaves[index] = detached if self.store is None else self.store.pack(detached, kept=True)
+                    leaves[index] = detached if self.store is None else self.store.pack(detached, kept=True)
         return KeptOutput(leaves, versions, form, RandomState.now(self.device) if draws else None)
 
     def _unpack(self, kept: KeptOutput) -> Any:
@@ -159,7 +159,7 @@ class Kept(TorchDispatchMode):
         return tree_unflatten(leaves, kept.form)
 
 
-_kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
+_kept: ContextVar[KeepMode | None] = ContextVar("kept", default=None)
 """What this thread's block keeps."""
 
 
@@ -186,7 +186,7 @@ def attending() -> Iterator[None]:
     if kept is None:
         yield
         return
-    with kept.standing():
+    with kept.turned_on():
         yield
 
 
@@ -225,11 +225,8 @@ def policy_of(keep: Literal["attention"] | Sequence[Any] | Chooses | None) -> Ch
         return keeps_attention
     if keep is None or callable(keep):
         return keep
-    return partial(_is_among, frozenset(map(_operator, keep)))
-
-
-def _is_among(operators: Collection[Any], context: Any, func: Any, *args: Any, **kwargs: Any) -> bool:
-    return func in operators
+    chosen = frozenset(map(_operator, keep))
+    return lambda context, func, *args, **kwargs: func in chosen
 
 
 def _operator(name: Any) -> Any:

@@ -122,11 +122,13 @@ class Precision:
 
 
 carried: list[ContextVar[Any]] = []
-"""The variables that a recompute finds as its forward pass found them. Other packages add theirs."""
+"""The variables that a recompute finds as its forward pass found them. Other packages add theirs.
+
+Not all of a context: others hold outputs of the block, such as that by which transformers collects hidden states."""
 
 
 class Carried:
-    """The values of these variables where it was made."""
+    """The values of these variables when this object was created."""
 
     def __init__(self) -> None:
         self.values = [(variable, variable.get()) for variable in carried]
@@ -186,7 +188,7 @@ class PlainSavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 
 def without_graph(tensor: Tensor) -> Tensor:
-    """Return what is saved: an output that its own node holds through a hook would keep the node alive."""
+    """Return the tensor to save: a saved output would otherwise keep its own node alive."""
     return tensor if tensor.is_leaf else tensor.detach()
 
 
@@ -203,7 +205,7 @@ def in_checkpoint() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether this code runs under what autograd Functions and checkpoints cannot follow, which is logged once."""
+    """Return whether a transform is active that Functions and checkpoints do not support. It is logged once."""
     if torch._C._are_functorch_transforms_active():
         transform = "torch.func"
     elif forward_ad._current_level >= 0:

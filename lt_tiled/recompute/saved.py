@@ -1,12 +1,16 @@
 """The tensors that a block saves in its forward pass and in its recompute, compared by their fingerprints.
 
 NOTE [What a block saves]
-Of the tensors that a block saves these have a fingerprint: the last activation, which depends on what was computed
-before; the last one with heads, which attention saves, because the MLP of a parallel block does not depend on it;
-behind the last activation, or right before it, the last mask, the last small tensor, such as a factor, and the last of
-the others, such as the weight of the last projection; and one in turn, another one in each step, for what ends earlier,
-such as an expert. All are looked at when the forward pass ends, because kernels may write to a tensor after autograd
-saved it: RReLU to its noise, batch norm to its statistics.
+Of the tensors that a block saves these have a fingerprint:
+
+* the last activation, which depends on what was computed before;
+* the last tensor with heads, which attention saves: the MLP of a parallel block does not depend on it;
+* the last mask, the last small tensor, such as a factor, and the last of the others, such as the weight of the last
+  projection, each of them only behind the last activation or right before it;
+* one in turn, another one in each call, for what ends earlier, such as an expert.
+
+All are looked at when the forward pass ends, because kernels may write to a tensor after autograd saved it: RReLU to
+its noise, batch norm to its statistics.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.decorators import skip  # torch.compiler.disable costs a call of each function
+from torch._dynamo.decorators import skip  # torch.compiler.disable would wrap a call for each saved tensor
 from torch.utils import checkpoint
 
 from lt_tiled.recompute.compare import EPS, FEW_ROWS, ROWS, VERDICT, Sample, describe, fingerprint
@@ -54,6 +58,8 @@ class BlockSamples:
         self, name: str, raises: bool, hidden: Tensor | None, history: BlockHistory, buffers: Collection[int]
     ) -> None:
         self.name, self.raises, self.history, self.buffers = name, raises, history, buffers
+        self.task = torch._C._current_graph_task_id()
+        """The backward pass in which the forward pass runs, if it is part of another recompute."""
         self.tokens: tuple[int, ...] = ()
         if hidden is not None:
             self.tokens = (hidden.shape[-2], hidden.shape[:-1].numel())
@@ -110,18 +116,22 @@ class BlockSamples:
         shape, is_float = tensor.shape, tensor.dtype in EPS
         if not is_float and tensor.dtype is not torch.bool:
             return None
-        # A weight has as many rows by chance. Without a gradient is a mask, and all that compiled code saves.
+        # Kernels of attention differ in the order of tokens and heads, and may see the tokens of other ranks.
+        by_heads = len(shape) == 4 or (len(shape) == 3 and shape[0] in self.tokens)
+        if is_float and tensor.requires_grad and by_heads and not _is_weight(tensor):
+            return "heads"
+        # Weights may have as many rows by chance. Without a gradient are masks, and all that compiled code saves.
         if is_float and len(shape) > 1 and shape[-2] in self.tokens and not _is_weight(tensor):
-            if tensor.requires_grad:
-                return "heads" if len(shape) == 4 else "activation"
-            return "mask"
-        # Attention's sums of exponentials may have padding that nobody fills.
-        if self.tokens and len(shape) == 3 and 0 < shape[-1] - self.tokens[0] < 32:
-            return None
+            return "activation" if tensor.requires_grad else "mask"
+        # Attention's sums of exponentials, [B, heads, S], may have padding that nobody fills.
+        if len(shape) == 3 and self.tokens:
+            heads = self._chosen.get("heads")
+            if 0 < shape[-1] - self.tokens[0] < 32 or (heads is not None and shape[:2] == heads[1].shape[:2]):
+                return None
         return "small" if tensor.numel() <= ROWS else "other"
 
     def _fingerprint(self, tensor: Tensor) -> Tensor:
-        all_of_it = tensor.numel() <= ROWS or tensor.shape[-2:-1].numel() in self.tokens
+        all_of_it = tensor.numel() <= ROWS or tensor.dim() > 2 or tensor.shape[-2:-1].numel() in self.tokens
         return fingerprint(tensor, ROWS if all_of_it else FEW_ROWS)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
@@ -182,7 +192,10 @@ def _is_weight(tensor: Tensor) -> bool:
 @skip
 def _metadata(tensor: Tensor) -> Any:
     samples = _samples.get()
-    return tensor if samples is None else samples.save(tensor)
+    # A forward pass may differentiate blocks that ran before: what they recompute is not of this one.
+    if samples is None or samples.task != torch._C._current_graph_task_id():
+        return tensor
+    return samples.save(tensor)
 
 
 COMPARED = "lt_tiled"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -19,23 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.models import H
 
 SWITCH = {"scale": 1.5}
-LOCAL = threading.local()
 VARIABLE = ContextVar("variable", default=1.5)
 LARGE = 2**18 + H
 """So many elements take more than 1 MiB."""
 
 
 class Namespace:
-    gain = 1.5
-    value = 1.5
     path = ""
-
-
-class Slotted:
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 1.5
 
 
 def _closure() -> tuple[Callable[[], float], Callable[[float], None]]:
@@ -59,17 +48,14 @@ class Reads(nn.Module):
         self.frozen = nn.Linear(H, H, bias=False).requires_grad_(False)
         self.register_buffer("mean", torch.full((H,), 0.5))
         self.register_buffer("table", torch.full((LARGE,), 1.5))
-        self.factor, self.act, self.slots = 1.5, torch.tanh, Slotted()
-        self.options: dict[str, list[float]] = {"power": [1.5]}
-        self.offset, self.tensors, self.array = torch.ones(H), [torch.ones(H)], np.full(1, 1.5)
+        self.factor, self.act = 1.5, torch.tanh
+        self.offset, self.tensors = torch.ones(H), [torch.ones(H)]
         self.unregistered = [nn.LayerNorm(H).requires_grad_(False)]
         self.read, self.assign = _closure()
         self.draw: Callable[[], float] = float
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        numbers = [self.factor, getattr(self, "new", 1.5), self.slots.value, self.options["power"][0], self.shift]
-        numbers += [getattr(type(self), "late", 1.5), SWITCH["scale"], Namespace.gain, float(self.array[0])]
-        numbers += [getattr(LOCAL, "gain", 1.5), VARIABLE.get(), self.read(), self.draw() + 1.5]
+        numbers = [self.factor, self.shift, SWITCH["scale"], VARIABLE.get(), self.read(), self.draw() + 1.5]
         if Namespace.path:
             with open(Namespace.path) as file:
                 numbers.append(float(file.read()))
@@ -118,20 +104,13 @@ CHANGES: dict[str, Change] = {
     "unregistered module": lambda m, _: m.unregistered[0].bias.add_(1),
     "dropout off": lambda m, _: m.eval(),
     "number": lambda m, _: setattr(m, "factor", 3.0),
-    "new attribute": lambda m, _: setattr(m, "new", 3.0),
-    "inside a dictionary": lambda m, _: m.options["power"].insert(0, 3.0),
-    "slot": lambda m, _: setattr(m.slots, "value", 3.0),
-    "array": lambda m, _: m.array.fill(3.0),
     "function": lambda m, _: setattr(m, "act", torch.sin),
     "tensor in an attribute": lambda m, _: m.offset.add_(1),
     "tensor in a list": lambda m, _: m.tensors[0].mul_(2),
     "mask of the caller's": lambda _, mask: mask.mul_(0.5),
     "class attribute": lambda m, _: setattr(Reads, "shift", 3.0),
-    "class attribute, set late": lambda m, _: setattr(Reads, "late", 3.0),
-    "class as a namespace": lambda m, _: setattr(Namespace, "gain", 3.0),
     "global": lambda m, _: SWITCH.update(scale=3.0),
     "closure": lambda m, _: m.assign(3.0),
-    "variable of a thread": lambda m, _: setattr(LOCAL, "gain", 3.0),
     "context variable": lambda m, _: VARIABLE.set(3.0),
     "file": lambda m, _: write_file("3.0"),
     "random state": lambda m, _: torch.rand(7),
@@ -167,9 +146,7 @@ class _Default(AbstractContextManager[None]):
 
 def as_before() -> None:
     """Undo all changes outside of modules."""
-    Reads.shift = Namespace.gain = LOCAL.gain = SWITCH["scale"] = 1.5
-    if "late" in vars(Reads):
-        del Reads.late
+    Reads.shift = SWITCH["scale"] = 1.5
     VARIABLE.set(1.5)
     if Namespace.path:
         write_file("1.5")

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare, shared_attention
 from lt_tiled.planner.ledger import Ledger
-from lt_tiled.recompute.keep import Kept
+from lt_tiled.recompute.keep import KeepMode
 from tests.meters import LiveBytes
 from tests.models import GatedMLP, H, TinyLM, lm_loss, tiny_llama
 from tests.parity import gradients, randn, step_of
@@ -276,8 +276,8 @@ def test_kinds_of_attention(kind: str, monkeypatch: pytest.MonkeyPatch, caplog: 
     caplog.set_level("INFO")
     torch._dynamo.reset()
     kept: list[str] = []
-    returned = Kept._unpack
-    monkeypatch.setattr(Kept, "_unpack", lambda self, output: (kept.append("1"), returned(self, output))[1])
+    returned = KeepMode._unpack
+    monkeypatch.setattr(KeepMode, "_unpack", lambda self, output: (kept.append("1"), returned(self, output))[1])
     attention, is_operator = KINDS[kind]
     model, x = nn.Sequential(Attends(attention), Attends(attention)), randn(2, 12, H)
 

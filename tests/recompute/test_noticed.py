@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from tests.models import GatedMLP, H
 from tests.parity import EXACT, gradients, randn, worst
-from tests.recompute.noticed import AROUND, CHANGES, DRAWS, VARIABLE, Namespace, Reads, ReadsBlock, as_before
+from tests.recompute.noticed import AROUND, CHANGES, DRAWS, SWITCH, Namespace, Reads, ReadsBlock, as_before
 
 pytestmark = [pytest.mark.usefixtures("float64", "places")]
 
@@ -102,9 +102,9 @@ def test_the_last_of_several_calls(policy: str) -> None:
     with prepare(model, **options):
         for step in range(3):
             y = model[0](x, mask).sum() + model[0](x, mask).sum()
-            VARIABLE.set(3.0 if step == 2 else 1.5)
+            SWITCH["scale"] = 3.0 if step == 2 else 1.5
             y = y + model[0](x, mask).sum()
-            VARIABLE.set(1.5)
+            SWITCH["scale"] = 1.5
             if step < 2:
                 y.backward()
         with pytest.raises(RuntimeError, match=REFUSED[0]):
@@ -112,9 +112,9 @@ def test_the_last_of_several_calls(policy: str) -> None:
 
 
 ENDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "number": lambda y: y * torch.tensor(VARIABLE.get()),
-    "vector": lambda y: y * torch.linspace(0.5, VARIABLE.get(), H),
-    "flags": lambda y: torch.where(torch.arange(40)[:, None] > 20 * VARIABLE.get() - 25, y, y.sin()),
+    "number": lambda y: y * torch.tensor(SWITCH["scale"]),
+    "vector": lambda y: y * torch.linspace(0.5, SWITCH["scale"], H),
+    "flags": lambda y: torch.where(torch.arange(40)[:, None] > 20 * SWITCH["scale"] - 25, y, y.sin()),
 }
 
 
@@ -135,7 +135,7 @@ def test_small_saved_tensors(end: str) -> None:
     model = nn.ModuleList([EndsInReads(ENDS[end])])
     with prepare(model, **BLOCKS):
         y = model[0](randn(2, 40, H))
-        VARIABLE.set(3.0)
+        SWITCH["scale"] = 3.0
         with pytest.raises(RuntimeError, match=REFUSED[0]):
             y.sum().backward()
 
@@ -170,7 +170,7 @@ def test_other_blocks_only_warn(caplog: pytest.LogCaptureFixture) -> None:
         x = randn(2, 40, H)
         for block in model:
             x = block(x, mask)
-        VARIABLE.set(3.0)
+        SWITCH["scale"] = 3.0
         x.sum().backward()
     (record,) = [record for record in caplog.records if "computes other values" in record.message]
     assert "4 (ReadsBlock), 3 (ReadsBlock) and 3 more" in record.message
