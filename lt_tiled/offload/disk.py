@@ -42,7 +42,7 @@ class Place:
 
 
 class Disk:
-    """The tier in a private file, which two threads write from pinned memory and read to it, and nothing syncs.
+    """The tier in a private file. Two threads move bytes between it and pinned memory; nothing is synced.
 
     Args:
         directory: An existing directory on the disk to use.
@@ -80,9 +80,8 @@ class Disk:
         place = self._take(aligned(raw.nbytes))
         copied = self._memory.store(raw, after)
         assert copied is not None
-        buffer, _, wait = copied
-        call = self._submit(partial(self._write, place, buffer, wait))
-        return place, call.done, partial(wait_for, call)
+        call = self._submit(partial(self._write, place, copied))
+        return Stored(place, call.done, partial(wait_for, call))
 
     def load(self, room: Place, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
         """Begin to read bytes. Return a function that waits for them and copies them to the device."""
@@ -133,9 +132,9 @@ class Disk:
         self._calls.add(future)
         return future
 
-    def _write(self, place: Place, buffer: Buffer, wait_for_copy: Callable[[], None]) -> None:
-        wait_for_copy()
-        self._move("write", place, buffer)
+    def _write(self, place: Place, copied: Stored) -> None:
+        copied.wait()
+        self._move("write", place, copied.room)
 
     def _move(self, verb: Literal["write", "read"], place: Place, buffer: Buffer) -> None:
         """Call until all bytes are moved, because one call may move fewer."""

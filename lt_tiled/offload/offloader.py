@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from threading import RLock
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,7 +34,7 @@ from lt_tiled._log import warn
 from lt_tiled.errors import OffloadError, Origin, name_origin
 from lt_tiled.memory import available_memory, gib
 from lt_tiled.offload.disk import Disk
-from lt_tiled.offload.pinned import CPUMemory, event_now
+from lt_tiled.offload.pinned import CPUMemory, Stored, event_now
 from lt_tiled.offload.tensors import movable, raw_bytes, view_key
 from lt_tiled.policies import ActivationCheckpointing, parse_bytes
 
@@ -49,7 +49,7 @@ class OffloadStats:
     """Bytes over all steps."""
 
     cpu_bytes: int = 0  # moved to CPU memory
-    disk_bytes: int = 0  # written to the disk, which wear an SSD
+    disk_bytes: int = 0  # written to disk, which wears an SSD
     over_budget_bytes: int = 0  # stayed on the device because the budget had no room
 
     def metrics(self) -> dict[str, float]:
@@ -69,30 +69,31 @@ class OffloadedTensor:
         self._computed = event_now(tensor)
         # The tensor itself, until it is stored: detached, as the grad_fn of a saved output leads back to its graph.
         self.tensor: Tensor | None = tensor.detach()
-        self.begun = False  # whether it was to be stored; without a tier it then stays on the device
+        self.was_sent = False  # whether storing was attempted; without a tier the tensor stays on the device
         self.tier: Tier | None = None
-        self._room: Any = None
-        self.is_stored: Callable[[], bool]
-        self._wait: Callable[[], None]
+        self.stored: Stored | None = None
         self._loading: Callable[[], Tensor] | None = None
         self.uses = 0  # how often it was returned to a backward pass
 
     def store(self, tiers: Sequence[Tier]) -> None:
         """Begin to store it on the first tier that has room."""
         assert self.tensor is not None
-        self.begun = True
+        self.was_sent = True
         for tier in tiers:
             with name_origin(self.origin):
-                stored = tier.store(raw_bytes(self.tensor), self._computed)
-            if stored is not None:
-                self._room, self.is_stored, self._wait = stored
+                self.stored = tier.store(raw_bytes(self.tensor), self._computed)
+            if self.stored is not None:
                 self.tier = tier
                 return
 
+    def is_stored(self) -> bool:
+        return self.stored is not None and self.stored.done()
+
     def free(self) -> None:
         """Wait until the bytes are stored, and free the tensor."""
+        assert self.stored is not None
         with name_origin(self.origin):
-            self._wait()
+            self.stored.wait()
         self.check_unchanged()
         self.tensor = None
 
@@ -106,8 +107,9 @@ class OffloadedTensor:
         """Begin to load the bytes unless that began earlier, and return what waits for them."""
         if self._loading is None:
             assert self.tier is not None
+            assert self.stored is not None
             with name_origin(self.origin):
-                self._loading = self.tier.load(self._room, self.nbytes, self.device)
+                self._loading = self.tier.load(self.stored.room, self.nbytes, self.device)
         return self._loading
 
     def load(self) -> Tensor:
@@ -135,7 +137,7 @@ class Offloader:
         self._process = os.getpid()
 
     def pack(self, tensor: Tensor, block: str, kept: bool = False) -> Tensor | OffloadedTensor:
-        """Offload a tensor, and return what :meth:`unpack` turns into it again. Errors may be of an earlier tensor."""
+        """Offload a tensor, and return what :meth:`unpack` turns into it again. An error may concern an earlier one."""
         if not movable(tensor) or raw_bytes(tensor).nbytes < self.min_bytes:
             return tensor
         with self._in_step():
@@ -147,9 +149,14 @@ class Offloader:
                     return other
             self._waiting.append(weakref.ref(record))
             waiting.append(record)
-            # The backward pass needs the last ones first: they stay.
-            for earlier in waiting[: max(len(waiting) - self.policy.keep_last, 0)]:
-                if not earlier.begun:
+            # The backward pass needs the last block inputs first: they stay, with what their blocks keep.
+            end = len(waiting)
+            inputs = self.policy.keep_last
+            while end and inputs:
+                end -= 1
+                inputs -= not waiting[end].kept
+            for earlier in waiting[:end]:
+                if not earlier.was_sent:
                     self._settle(waiting, IN_FLIGHT - 1)
                     earlier.store(self._tiers)
                     self._count(earlier)
@@ -195,7 +202,7 @@ class Offloader:
 
     def _settle(self, waiting: Sequence[OffloadedTensor], most: int) -> None:
         """Free the tensors that are stored by now, and the oldest until at most so many are being stored."""
-        storing = [record for record in waiting if record.tier is not None and record.tensor is not None]
+        storing = [record for record in waiting if record.stored is not None and record.tensor is not None]
         for number, record in enumerate(storing):
             if len(storing) - number > most or record.is_stored():
                 record.free()

@@ -9,7 +9,7 @@ NOTE [Streams]
 Each device has one copy stream, so its copies run in order. A copy waits for the event after which its source is
 complete and its destination free; the current stream waits for a loaded tensor before it uses it. :class:`CPUMemory`
 keeps both ends of a copy until its event has passed, so neither is reused before. With ``record_stream`` freed memory
-would count until the device has caught up with the host: only a loaded tensor that another stream uses is recorded.
+would stay allocated until the device catches up: only a loaded tensor that another stream uses is recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +43,13 @@ class Buffer:
     pieces: list[Tensor]
 
 
-# A buffer or a place, whether the bytes are stored there, and what waits until they are.
-Stored: TypeAlias = tuple[Any, Callable[[], bool], Callable[[], None]]
+class Stored(NamedTuple):
+    """Bytes that are being stored."""
+
+    room: Any
+    """The buffer or the place in the file."""
+    done: Callable[[], bool]
+    wait: Callable[[], None]
 
 
 class Copy:
@@ -93,7 +98,7 @@ class CPUMemory:
         if buffer is None:
             return None
         copy = self._copy("store", raw, buffer, after)
-        return buffer, copy.done, copy.wait
+        return Stored(buffer, copy.done, copy.wait)
 
     def load(self, room: Buffer, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
         """Begin to copy bytes from a buffer. Return a function that waits for them."""
@@ -110,12 +115,12 @@ class CPUMemory:
         if self._room() < size:
             return None
         buffer = Buffer(size, [])
+        self._buffers.add(buffer)
         while size:
             piece = self._take_piece(min(PIECE, 1 << size.bit_length() - 1), device)
             buffer.pieces.append(piece)
             weakref.finalize(buffer, self._free[piece.nbytes].append, piece)
             size -= piece.nbytes
-        self._buffers.add(buffer)
         return buffer
 
     def _room(self) -> int:
@@ -124,7 +129,7 @@ class CPUMemory:
     def _take_piece(self, size: int, device: torch.device) -> Tensor:
         if self._free[size]:
             return self._free[size].pop()
-        if self._room() < size + sum(free * len(pieces) for free, pieces in self._free.items()):
+        if self._room() < sum(free * len(pieces) for free, pieces in self._free.items()):
             self._free.clear()  # lengths have changed: what is free has other sizes
         if device.type == "cuda" and self._pin:
             try:

@@ -38,3 +38,13 @@ def test_the_whole_budget_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(memory.load(buffer, tensor.nbytes, CPU)(), tensor)
             assert max(piece.nbytes for piece in buffer.pieces) <= pinned.PIECE
         del buffer, _
+
+
+def test_the_budget_is_not_exceeded() -> None:
+    """Memory that is free counts until it is used again: one tensor may take it up by parts."""
+    memory = CPUMemory(64 * pinned.ALIGNMENT)
+    buffers = [memory.take(pinned.ALIGNMENT, CPU) for _ in range(32)]
+    del buffers
+    buffer = memory.take(63 * pinned.ALIGNMENT, CPU)
+    free = sum(piece.nbytes for pieces in memory._free.values() for piece in pieces)
+    assert buffer.nbytes + free <= memory.budget
