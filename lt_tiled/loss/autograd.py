@@ -19,7 +19,7 @@ from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.policies import Tiling
-from lt_tiled.recompute.compare import Samples
+from lt_tiled.recompute.compare import TileFingerprints
 from lt_tiled.recompute.mode import (
     Precision,
     RandomState,
@@ -147,12 +147,14 @@ class _LossCall:
             return power / divisor, 1 / power
         return 1 / divisor, torch.ones_like(divisor)
 
-    def samples(self, hidden: Tensor) -> Samples | None:
+    def prints(self, hidden: Tensor) -> TileFingerprints | None:
         """Return what takes fingerprints of the logits of one pass, from at most an eighth of a tile's tokens."""
-        return Samples(self.tiles.name, max(8, len(self.places)), self.precision.dtype) if is_real(hidden) else None
+        if not is_real(hidden):
+            return None
+        return TileFingerprints(self.tiles.name, max(8, len(self.places)), self.precision.dtype)
 
     def run(
-        self, hidden: Tensor, weights: Sequence[Tensor], factors: Tensor | None, samples: Samples | None = None
+        self, hidden: Tensor, weights: Sequence[Tensor], factors: Tensor | None, prints: TileFingerprints | None = None
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Run all tiles; return the loss of each token, ``[T]``, and the gradients that are wanted.
 
@@ -160,7 +162,7 @@ class _LossCall:
             hidden: ``[T, H]``.
             weights: The weights of the head.
             factors: The gradient of each token's loss, ``[T]``; without it there are no gradients.
-            samples: Takes the fingerprint of each tile's logits.
+            prints: Takes the fingerprint of each tile's logits.
         """
         # 1. Memory for the results.
         losses = hidden.new_zeros(len(self.labels), dtype=wide_dtype(hidden))
@@ -176,8 +178,8 @@ class _LossCall:
         for place in each_tile(self.places):
             # 3. The logits of a tile become the gradient of its losses.
             logits = tile.logits(hidden[place])
-            if samples is not None:
-                samples.take([logits])
+            if prints is not None:
+                prints.take([logits])
             factor = factors[place] if factors is not None and any(wants) else None
             losses[place] = self.tiles.kind.of(logits, self.labels[place], factor)
             # 4. The gradients of weights are added to their sums.
@@ -199,8 +201,8 @@ class _TiledLoss(torch.autograd.Function):
         if call.tiles.reduction == "none":
             ctx.save_for_backward(hidden, call.labels, *weights)  # which notices changes in place
             ctx.random = RandomState.now(hidden.device)
-            ctx.samples = call.samples(hidden)
-            return call.run(hidden, weights, None, ctx.samples)[0]
+            ctx.prints = call.prints(hidden)
+            return call.run(hidden, weights, None, ctx.prints)[0]
         scale, ctx.factor = call.scales(hidden)
         losses, gradients = call.run(hidden, weights, scale.expand(len(call.labels)))
         # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range.
@@ -222,11 +224,11 @@ class _TiledLoss(torch.autograd.Function):
         if call.tiles.reduction == "none":  # the tiles run once more, as in the forward pass
             hidden, _, *weights = gradients
             factor = torch.ones_like(call.divisor)
-            samples = call.samples(hidden)
+            prints = call.prints(hidden)
             with call.precision.context(), random_state_kept(hidden.device, ctx.random):
-                gradients = call.run(hidden, weights, incoming, samples)[1]
-            if samples is not None and ctx.samples is not None:
-                ctx.samples.compare(samples, _REMEDY)
+                gradients = call.run(hidden, weights, incoming, prints)[1]
+            if prints is not None and ctx.prints is not None:
+                ctx.prints.compare(prints, _REMEDY)
         else:
             factor = incoming * ctx.factor
         found: list[Tensor | None] = [None]

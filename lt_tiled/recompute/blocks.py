@@ -48,7 +48,7 @@ from lt_tiled.recompute.buffers import Buffers
 from lt_tiled.recompute.compare import describe
 from lt_tiled.recompute.keep import Chooses, KeepMode, keeps_attention
 from lt_tiled.recompute.mode import Carried, Precision, in_checkpoint, is_backward, is_transformed
-from lt_tiled.recompute.saved import COMPARED, BlockHistory, BlockSamples
+from lt_tiled.recompute.saved import COMPARED, BlockFingerprints, BlockHistory
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class BlockCall:
         device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self.carried, self.precision = Carried(), Precision.now(device)
         self.buffers = Buffers(module.modules())
-        self.samples = BlockSamples(patch.name, patch.raises, hidden, patch.history, self.buffers.ids)
+        self.fingerprints = BlockFingerprints(patch.name, patch.raises, hidden, patch.history, self.buffers.ids)
         self.kept: KeepMode | None = None
         if patch.keep is not None:
             self.kept = KeepMode(patch.keep, patch.finds_attention, device, patch.offload)
@@ -164,12 +164,12 @@ class BlockCall:
         """Run the block: its forward pass the first time, and then its recompute."""
         if not self.ran:
             self.ran = True
-            with self._keeping(), self.samples.forward():
+            with self._keeping(), self.fingerprints.forward():
                 return function()
         with self.buffers.in_place(), self.precision.context(), self.carried.context(), self._keeping():
             output = function()
         if self.stops_early:
-            raise RuntimeError(f"{describe(self.samples.name, 'it saves fewer tensors')}.")
+            raise RuntimeError(f"{describe(self.fingerprints.name, 'it saves fewer tensors')}.")
         return output
 
     def _keeping(self) -> AbstractContextManager[None]:

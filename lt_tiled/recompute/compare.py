@@ -164,7 +164,7 @@ def _tell(found: Sequence[tuple[Sample, int]], raises: bool) -> None:
 VERDICT = _Verdict()
 
 
-class Samples:
+class TileFingerprints:
     """The fingerprints of what the tiles of a call compute in one pass.
 
     Args:
@@ -194,7 +194,7 @@ class Samples:
         if weight.dtype in EPS:
             self.weight = [fingerprint(weight, FEW_ROWS)]
 
-    def compare(self, now: Samples, remedy: str = "lt_tiled.untile() it") -> None:
+    def compare(self, now: TileFingerprints, remedy: str = "lt_tiled.untile() it") -> None:
         """Compare them with those of the recompute, at the end of the backward pass; the remedy is for messages."""
         for before, after in ((self.tiles, now.tiles), (self.weight, now.weight)):
             if before:

@@ -43,7 +43,7 @@ class BlockHistory:
     """How many tensors the last one saved that could be compared."""
 
 
-class BlockSamples:
+class BlockFingerprints:
     """The fingerprints of what a block saves in one forward pass: see NOTE [What a block saves].
 
     Args:
@@ -63,7 +63,7 @@ class BlockSamples:
         self.tokens: tuple[int, ...] = ()
         if hidden is not None:
             self.tokens = (hidden.shape[-2], hidden.shape[:-1].numel())
-        self.prints: dict[int, Tensor] = {}
+        self.fingerprints: dict[int, Tensor] = {}
         """By the place of a tensor among those that the block saves."""
         self.eps = 0.0
         """The unit in the last place of the least precise of them."""
@@ -78,17 +78,17 @@ class BlockSamples:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Look at what is saved inside."""
-        token = _samples.set(self)
+        token = _current.set(self)
         try:
             yield
             with hidden_from_checkpoints():
                 end = self._chosen.get("activation", (0, None))[0] - 1
                 for kind, (place, tensor) in self._chosen.items():
                     counts = kind not in ENDS or place >= end
-                    if counts and place not in self.prints and _has_values(tensor):
-                        self.prints[place] = self._fingerprint(tensor)
+                    if counts and place not in self.fingerprints and _has_values(tensor):
+                        self.fingerprints[place] = self._fingerprint(tensor)
         finally:
-            _samples.reset(token)
+            _current.reset(token)
             self._chosen.clear()  # also if the step ended: torch's record of the block refers to this
         self.eps = max((EPS.get(dtype, 0.0) for dtype in self._dtypes), default=0.0)
         self.history.turn += 1
@@ -141,10 +141,10 @@ class BlockSamples:
             with hidden_from_checkpoints():
                 now = self._fingerprint(tensor)
             remedy = "name other blocks in ActivationCheckpointing"
-            VERDICT.add(Sample(self.name, remedy, self.eps, self.prints[place], now, self.raises))
+            VERDICT.add(Sample(self.name, remedy, self.eps, self.fingerprints[place], now, self.raises))
 
 
-_samples: ContextVar[BlockSamples | None] = ContextVar("samples", default=None)
+_current: ContextVar[BlockFingerprints | None] = ContextVar("fingerprints", default=None)
 
 
 class _Saved(NamedTuple):
@@ -153,16 +153,16 @@ class _Saved(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     place: int
-    samples: BlockSamples
+    of: BlockFingerprints
 
     @skip
     def __ne__(self, recomputed: object) -> bool:
         assert isinstance(recomputed, Tensor)
         if recomputed.shape != self.shape or recomputed.dtype != self.dtype:
             difference = f"{_describe(recomputed)}, not {_describe(self)}"
-            raise RuntimeError(f"{describe(self.samples.name, difference)}.")
-        if self.place in self.samples.prints:
-            self.samples.compare(self.place, recomputed)
+            raise RuntimeError(f"{describe(self.of.name, difference)}.")
+        if self.place in self.of.fingerprints:
+            self.of.compare(self.place, recomputed)
         return False
 
 
@@ -191,11 +191,11 @@ def _is_weight(tensor: Tensor) -> bool:
 
 @skip
 def _metadata(tensor: Tensor) -> Any:
-    samples = _samples.get()
+    block = _current.get()
     # A forward pass may differentiate blocks that ran before: what they recompute is not of this one.
-    if samples is None or samples.task != torch._C._current_graph_task_id():
+    if block is None or block.task != torch._C._current_graph_task_id():
         return tensor
-    return samples.save(tensor)
+    return block.save(tensor)
 
 
 COMPARED = "lt_tiled"

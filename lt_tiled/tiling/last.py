@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.modules.patch import is_of
-from lt_tiled.recompute.compare import Samples
+from lt_tiled.recompute.compare import TileFingerprints
 from lt_tiled.recompute.mode import PlainSavedTensors, RandomState, hidden_from_modes, random_state_kept
 from lt_tiled.tiling.call import Plan, TiledCall
 from lt_tiled.tiling.cut import Layout, flatten
@@ -36,15 +36,18 @@ class LastProjection:
 
     Args:
         linear: The projection.
-        samples: What takes fingerprints of its inputs.
+        prints: What takes fingerprints of its inputs.
         sums: In a recompute, which leaves it out: the gradient sum of each leaf.
     """
 
     def __init__(
-        self, linear: nn.Linear | None, samples: Samples | None, sums: Mapping[Tensor, GradientSum] | None = None
+        self,
+        linear: nn.Linear | None,
+        prints: TileFingerprints | None,
+        sums: Mapping[Tensor, GradientSum] | None = None,
     ) -> None:
         self.linear: Any = linear
-        self.samples, self.sums = samples, sums
+        self.prints, self.sums = prints, sums
         if linear is not None:
             self._weight, self._bias = linear.weight, linear.bias
         self.calls = 0
@@ -72,8 +75,8 @@ class LastProjection:
         if self.calls == 1:
             self._input, self._version = input, input._version
             self._rows = input if self.sums is None else input.detach().flatten(0, -2)
-            if self.samples is not None:
-                self.samples.take((self._rows,))
+            if self.prints is not None:
+                self.prints.take((self._rows,))
             if self.sums is not None:
                 self._output = self._without_values(input)
                 return self._output

@@ -19,7 +19,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.patch import without_compiler
-from lt_tiled.recompute.compare import Samples
+from lt_tiled.recompute.compare import TileFingerprints
 from lt_tiled.recompute.mode import (
     PLAIN_TENSORS,
     PlainSavedTensors,
@@ -76,7 +76,7 @@ class Trace:
     """The generators' state before the forward pass."""
     last: nn.Linear | None
     """The last projection, if the recompute leaves it out."""
-    samples: Samples | None
+    prints: TileFingerprints | None
     """What the tiles computed; ``None`` where tensors have no values."""
 
 
@@ -119,8 +119,8 @@ def forward(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ..
     """Run all tiles without a graph; return the outputs, and what the backward pass needs."""
     random, plan = RandomState.now(call.device), call.plan
     assembly = Assembly(call.tokens, call.bounds, call.name, plan.layout)
-    samples = samples_of(call) if call.differentiable and is_real(inputs[0]) else None
-    last = LastProjection(plan.last if call.differentiable else None, samples)
+    prints = prints_of(call) if call.differentiable and is_real(inputs[0]) else None
+    last = LastProjection(plan.last if call.differentiable else None, prints)
     # Graphs that the module makes for itself are hidden from an activation checkpoint around it.
     with torch.no_grad(), hidden_from_offloaders(), swapped(last.entries()):
         for index, tile in each_tile(enumerate(call.tiles([t.detach() for t in inputs]))):
@@ -131,18 +131,18 @@ def forward(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ..
                 random.set()
                 call.tiled.plans[call.kind] = replace(plan, last=None)
                 return forward(call, inputs)
-            if samples is not None and plan.last is None:
-                samples.take(flatten(output)[0])
+            if prints is not None and plan.last is None:
+                prints.take(flatten(output)[0])
             assembly.add(index, output)
             del output
-    if plan.last is not None and samples is not None and is_real(plan.last.weight):
-        samples.take_weight(plan.last.weight)
-    return tuple(assembly.wholes), Trace(random, plan.last, samples)
+    if plan.last is not None and prints is not None and is_real(plan.last.weight):
+        prints.take_weight(plan.last.weight)
+    return tuple(assembly.wholes), Trace(random, plan.last, prints)
 
 
-def samples_of(call: TiledCall) -> Samples:
+def prints_of(call: TiledCall) -> TileFingerprints:
     """Return what takes the fingerprints of one pass over the tiles."""
-    return Samples(call.name, len(call.bounds), call.precision.dtype, call.tiled.tiling.compare == "raise")
+    return TileFingerprints(call.name, len(call.bounds), call.precision.dtype, call.tiled.tiling.compare == "raise")
 
 
 def is_real(tensor: Tensor) -> bool:
@@ -175,8 +175,8 @@ class Recompute:
             self.results.append(tensor.new_zeros(tensor.shape) if wants and per_token else None)
         # 2. What leaves out the last projection, and takes fingerprints as the forward pass did.
         self.leaves: list[Tensor] = [total.leaf for total in self.sums]
-        self.samples = None if trace.samples is None else samples_of(call)
-        self.last = LastProjection(trace.last, self.samples, dict(zip(self.leaves, self.sums, strict=True)))
+        self.prints = None if trace.prints is None else prints_of(call)
+        self.last = LastProjection(trace.last, self.prints, dict(zip(self.leaves, self.sums, strict=True)))
 
     def run(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run all tiles.
@@ -199,11 +199,11 @@ class Recompute:
             # 2. Each tile runs again with a graph, and adds its gradients to the sums.
             self._run_tiles(given)
         # 3. It must have computed the same.
-        before, last = self.trace.samples, self.trace.last
-        if before is not None and self.samples is not None:
+        before, last = self.trace.prints, self.trace.last
+        if before is not None and self.prints is not None:
             if before.weight and last is not None:
-                self.samples.take_weight(last.weight)
-            before.compare(self.samples)
+                self.prints.take_weight(last.weight)
+            before.compare(self.prints)
         # 4. One gradient for each input and weight.
         found: list[Tensor | None] = []
         for result, whole in zip(self.results, self.wholes, strict=True):
@@ -239,18 +239,18 @@ class Recompute:
             roots: list[Root] = []
             if self.trace.last is None:
                 outputs = flatten(output)[0]
-                if self.samples is not None:
-                    self.samples.take(outputs)
+                if self.prints is not None:
+                    self.prints.take(outputs)
                 pairs = zip(outputs, gradients, strict=True)
                 roots += [(end, own) for end, own in pairs if own is not None and end.requires_grad]
                 del outputs, pairs
             elif last.made(output):
                 with uncast:  # as the untiled backward pass
                     roots = last.roots(gradients[0])
-            elif self.trace.samples is not None and self.samples is not None:
+            elif self.trace.prints is not None and self.prints is not None:
                 # Refused at the end, also with compare="warn": what the projection left out has no gradient.
-                self.samples.tiles.clear()
-                self.trace.samples.raises = True
+                self.prints.tiles.clear()
+                self.trace.prints.raises = True
             del output
             # 4. Gradients go to the leaves.
             if not roots:
