@@ -32,14 +32,13 @@ from lt_tiled.verification.steps import GradientsAsWeights, ModuleWithStep, full
 
 _TILES = 5
 """Tiles where the settings leave their number open: five of a power of two have a shorter last one."""
+_ENGINE = ("strategy", "accelerator", "devices", "num_nodes", "precision", "plugins", "sync_batchnorm")
+"""The arguments of a Trainer that make its engine."""
 _NO_STEPS: dict[str, Any] = {
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-    **dict.fromkeys(("barebones", "fast_dev_run"), False),
     **dict.fromkeys(("max_steps", "limit_val_batches", "num_sanity_val_steps"), 0),
-    **dict.fromkeys(("gradient_clip_val", "min_steps", "min_epochs", "max_time"), None),
-    **{"max_epochs": -1, "accumulate_grad_batches": 1, "overfit_batches": 0.0},
 }
-"""The arguments of a Trainer that sets up an engine and runs no step by itself."""
+"""The arguments of a Trainer that runs no step by itself."""
 _AUTOCAST = {"bf16-mixed": {torch.bfloat16}, "16-mixed": {torch.float16}}
 """The dtypes of mixed precision."""
 
@@ -119,10 +118,10 @@ class Comparison(Callback):
     def run(self, trainer: Mapping[str, Any], data: LightningDataModule | None = None) -> Verification:
         """Fit two copies of the module on the engine of a Trainer, and return what differs."""
         callbacks = trainer.get("callbacks") or []
-        if not isinstance(callbacks, list):
-            callbacks = [callbacks]
-        kept = [callback for callback in callbacks if isinstance(callback, AppliesPolicies)]
-        self.trainer = Trainer(**{**trainer, **_NO_STEPS, "callbacks": [*kept, self]})
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        policies = [callback for callback in callbacks if isinstance(callback, AppliesPolicies)]
+        engine = {name: trainer[name] for name in _ENGINE if name in trainer}
+        self.trainer = Trainer(**engine, **_NO_STEPS, callbacks=[*policies, self])
         strategy = self.trainer.strategy
         step_with_own_optimizer(strategy)
 
