@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric
 
 from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.lm.models import add_adapters, make_config, make_lora_config, refusing, require
+from lt_tiled.lm.models import add_adapters, make_config, make_lora_config, require
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import find_losses, patch_losses
 from lt_tiled.modules.cache import loss_function_set
@@ -86,15 +86,8 @@ class CausalLM(LightningModule):
         """Build the model once. Strategies call this hook, so that they can shard weights as they are made."""
         if self.model is not None:
             return
-        path = self.hparams["path"]
-        is_plan = torch.get_default_device().type == "meta"
-        config = self._config() if path is None or is_plan else None
-        source = "config" if path is None else f"path={path!r}"
-        with refusing(f"{source}: the model cannot be built", kind=True):
-            self.model = model = self._load(config)
-        if self._lora is not None:
-            with refusing(f"lora={self.hparams['lora']}: the model cannot be built", kind=True):
-                self.model = add_adapters(model, self._lora)
+        model = self._new_model()
+        self.model = model if self._lora is None else add_adapters(model, self._lora)
         self.model.train()
         if self._loss_shards is not None:
             try:
@@ -105,14 +98,14 @@ class CausalLM(LightningModule):
         # Sharding flattens weights, so this must be known by name before.
         self._vectors = {name for name, weight in self.named_parameters() if len(full_shape(weight)) <= 1}
 
-    def _load(self, config: Any) -> Any:
-        """Return a new transformers model with this configuration, or without one the model in ``path``."""
+    def _new_model(self) -> Any:
+        """Return a new transformers model, or the one in ``path``; in a plan, without its weights."""
         from transformers import AutoModelForCausalLM
 
-        names = ("attn_implementation", "trust_remote_code")
-        options = {name: self.hparams[name] for name in names}
-        if config is not None:
-            return AutoModelForCausalLM.from_config(config, **options)
+        is_plan = torch.get_default_device().type == "meta"
+        options = {name: self.hparams[name] for name in ("attn_implementation", "trust_remote_code")}
+        if self.hparams["path"] is None or is_plan:
+            return AutoModelForCausalLM.from_config(self._config(), **options)
         options |= {"local_files_only": True, "dtype": torch.get_default_dtype()}
         return AutoModelForCausalLM.from_pretrained(self.hparams["path"], **options)
 

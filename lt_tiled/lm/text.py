@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lt_tiled._log import inform, warn
 from lt_tiled.lm.causal import CausalLM
-from lt_tiled.lm.models import refusing, require
+from lt_tiled.lm.models import require
 from lt_tiled.policies import check_count
 
 
@@ -131,8 +131,7 @@ class TextFiles(LightningDataModule):
         from transformers import AutoTokenizer
 
         options = {"local_files_only": True, "trust_remote_code": self.trust_remote_code}
-        with refusing(f"tokenizer={self._used!r} cannot be loaded"):
-            tokenizer = AutoTokenizer.from_pretrained(self._used, **options)
+        tokenizer = AutoTokenizer.from_pretrained(self._used, **options)
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # its length is less if ids are left out
         ids = tokenizer(text.decode(errors="replace"), verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int32)

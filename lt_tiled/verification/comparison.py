@@ -119,7 +119,7 @@ class Comparison(Callback):
         """Fit two copies of the module on the engine of a Trainer, and return what differs."""
         callbacks = trainer.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        policies = [callback for callback in callbacks if isinstance(callback, AppliesPolicies)]
+        policies: list[Any] = [callback for callback in callbacks if isinstance(callback, AppliesPolicies)]
         engine = {name: trainer[name] for name in _ENGINE if name in trainer}
         self.trainer = Trainer(**engine, **_NO_STEPS, callbacks=[*policies, self])
         strategy = self.trainer.strategy

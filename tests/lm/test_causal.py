@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -152,23 +151,8 @@ def test_bad_input(kwargs: dict[str, Any], message: str) -> None:
         CausalLM(**kwargs)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hiden_size": 8}, "LlamaConfig has no key 'hiden_size': did you mean 'hidden_size'"),
-        ({"model_type": "lama"}, "config: Unrecognized model identifier"),
-        ({"hidden_size": "big"}, "config: .*hidden_size"),
-        ({"num_attention_heads": 3}, r"config: .*hidden size \(32\) is not a multiple"),
-    ],
-)
-def test_bad_config(change: dict[str, Any], message: str) -> None:
-    """A configuration that the architecture does not have is refused before the model is built."""
-    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
-        CausalLM({**LLAMA, **change}).configure_model()
-
-
 def test_a_key_that_only_the_model_may_know(caplog: pytest.LogCaptureFixture) -> None:
-    """A key that the configuration does not have and that is near none is warned of; an old name of one is not."""
+    """A key that the configuration does not have is warned of; an old name of one is not."""
     with caplog.at_level("WARNING", "lt_tiled"):
         CausalLM({**LLAMA, "rope_theta": 5e5, "zebra": 1}).configure_model()
     assert "LlamaConfig has no key 'zebra': the model may ignore it." in caplog.text
