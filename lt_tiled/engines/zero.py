@@ -110,15 +110,18 @@ class _Join(torch.autograd.Function):
 
 
 def patch_leaves(model: nn.Module) -> None:
-    """Prepare a model with patched modules for ZeRO-3: make blocks leaf modules, unless a user made parts of them."""
+    """Make blocks leaf modules of ZeRO-3, apart from those of whose tiled modules a user made leaf modules."""
     whole = whole_modules(model)
     whole += [(path, module) for path, module in walk_all(model) if _is_adapted_head(module)]
     leaves = [(path, module) for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
     if any(is_of(hook, ("deepspeed.",)) for _, module in whole for hook in module._forward_pre_hooks.values()):
         adapt_to_zero3(model)  # it is too late for more leaves
     else:
-        own = {module for _, module in leaves}
-        leaves += [(path, module) for path, module in whole if own.isdisjoint(module.modules())]
+        inside = {part for _, leaf in leaves for part in leaf.modules()}
+        for path, module in whole:
+            tiled = [part for _, part, _ in tiled_patches(module)]
+            if not inside.issuperset(tiled or [module]):
+                leaves.append((path, module))
     for path, leaf in outermost(leaves):
         if _has_tiles(leaf) and get_patch(leaf, LeafPatch, _SETS_HOOK) is None:
             LeafPatch(path, leaf)
