@@ -190,7 +190,7 @@ def attend(
     return over_heads(state, "attention", [query], [key, value], vectors, compute)
 
 
-def _mask_of(state: UlyssesState, mask: Any, mine: slice, heads: int) -> Any:
+def _mask_of(state: UlyssesState, mask: Any, mine: list[int], heads: int) -> Any:
     """Return the mask of a rank's heads, or refuse one that is not for all tokens."""
     if mask is None:
         return None

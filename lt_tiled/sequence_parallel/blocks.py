@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -27,35 +24,18 @@ from lt_tiled.sequence_parallel.exchange import in_block, own_checkpointing
 from lt_tiled.sequence_parallel.self_check import Checked, checking
 from lt_tiled.sequence_parallel.ulysses import UlyssesState, current, entered, pack_hook, set_current
 
-_compared: ContextVar[bool] = ContextVar("compared", default=False)
-"""Whether the ranks compared the batch of the model that calls the blocks."""
-
 
 @contextmanager
-def around_blocks(owner: str, compared: bool) -> Iterator[None]:
-    """Run the model that calls the blocks. Refuse a call that ends, or fails, between the first and the last block."""
-    token = _compared.set(compared)
-    try:
-        with entered(None):
-            try:
-                yield
-            except (RuntimeError, IndexError) as error:
-                if current() is None or isinstance(error, torch.OutOfMemoryError | dist.DistError):
-                    raise
-                raise ValueError(
-                    f"{owner} needs all tokens between its blocks, where each rank has its own ({error}): call it"
-                    " without what it uses there, as features of images that it adds to hidden states, or name one"
-                    " module around it in SequenceParallel(targets=...). Pass a block as an argument what it reads"
-                    " from an attribute, as positions."
-                ) from error
-            if current() is not None:
-                raise ValueError(
-                    f"{owner}: the first of the blocks was called, and the last of the blocks was not called after it,"
-                    " so what is behind them has the tokens of one rank: call the blocks in their order and up to the"
-                    " last one, or name one module around them in SequenceParallel(targets=...)."
-                )
-    finally:
-        _compared.reset(token)
+def around_blocks(owner: str) -> Iterator[None]:
+    """Run the model that calls the blocks. Refuse a call that ends between the first and the last of them."""
+    with entered(None):
+        yield
+        if current() is not None:
+            raise ValueError(
+                f"{owner}: the first of the blocks was called, and the last of the blocks was not called after it, so"
+                " what is behind them has the tokens of one rank: call the blocks in their order and up to the last"
+                " one, or name one module around them in SequenceParallel(targets=...)."
+            )
 
 
 def end_pass(state: UlyssesState, tensor: Tensor) -> None:
@@ -96,8 +76,6 @@ class SharedBlock(Patch):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call, state, check = Call(module, args, kwargs), current(), checking()
-        if state is None:
-            self.door.refuse_cross_attention(call)
         if state is None and check is not None and check.whole and call.tokens is not None:
             return check.block(self.name, call, self.inner)
         self._refuse_own_checkpointing(state)
@@ -135,10 +113,9 @@ class SharedBlock(Patch):
             return call.run(self.inner)
         if tokens is None or tokens.shape[1] == 0:
             return call.run(self.inner)
-        assert door.group is not None
-        if not _compared.get():
-            check_same_batch(door.owner, door.group, call.arguments)
         if door.caller is None:
+            assert door.group is not None
+            check_same_batch(door.owner, door.group, call.arguments)
             self.checked.run(call, self._run_whole, tokens.shape[1])
         state = door.state_of_blocks(call, tokens)
         set_current(state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -44,15 +44,13 @@ class SharedModel(Patch):
         call, door = Call(module, args, kwargs), self.door
         if current() is not None or checking() is not None:
             return call.run(self.inner)
-        door.refuse_cross_attention(call)
-        to_loss = not door.hand_written and self._is_shared_to_loss(call)
-        compared = True
+        to_loss, generates = False, False
         if not door.hand_written:
+            to_loss = self._is_shared_to_loss(call)
             refuse_outputs(door.owner, call, to_loss)
-            if not to_loss:
-                call = without_unused_cache(call)
-            compared = to_loss or not (fills_cache(call) or is_partial(call))  # otherwise ranks may generate apart
-        if compared:
+            call = without_unused_cache(call)
+            generates = not to_loss and (fills_cache(call) or is_partial(call))  # each rank by itself, perhaps
+        if not generates:
             assert door.group is not None
             check_same_batch(door.owner, door.group, call.arguments)
             tokens = call.tokens
@@ -60,7 +58,7 @@ class SharedModel(Patch):
             self.checked.run(call, self._decoded if to_loss else self._run, total)
         if to_loss:
             return self._to_loss(call)
-        with around_blocks(door.owner, compared):
+        with around_blocks(door.owner):
             return call.run(self.inner)
 
     def _is_shared_to_loss(self, call: Call) -> bool:
@@ -113,11 +111,8 @@ class SharedModel(Patch):
 
     def _run(self, call: Call, shared: bool) -> list[Tensor]:
         """Return the floating-point tensors of a model's output."""
-        if not shared:
+        with around_blocks(self.door.owner) if shared else nullcontext():
             output = call.run(self.inner)
-        else:
-            with around_blocks(self.door.owner, True):
-                output = call.run(self.inner)
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         return [leaf for leaf in leaves if leaf.is_floating_point()]
 

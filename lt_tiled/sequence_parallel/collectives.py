@@ -25,17 +25,24 @@ def name_of(group: dist.ProcessGroup) -> str:
     return group.group_name
 
 
+def _save_group(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.group = inputs[-1]
+
+
 @torch.library.custom_op("lt_tiled::all_to_all", mutates_args=())
-def all_to_all(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
-    """Send the consecutive parts of a flat tensor, of ``send`` entries, and return the parts that arrive."""
-    out = x.new_empty(sum(receive))
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=_GROUPS[group])
+def all_to_all(x: Tensor, group: str) -> Tensor:
+    """Send each rank its entry of a tensor ``[n, ...]``, and return the entries that arrive."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous(), group=_GROUPS[group])
     return out
 
 
 @all_to_all.register_fake
-def _(x: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
-    return x.new_empty(sum(receive))
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+all_to_all.register_autograd(lambda ctx, gradient: (all_to_all(gradient, ctx.group), None), setup_context=_save_group)
 
 
 @torch.library.custom_op("lt_tiled::all_gather", mutates_args=())

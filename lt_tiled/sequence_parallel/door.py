@@ -16,8 +16,6 @@ from lt_tiled.sequence_parallel.ulysses import UlyssesState
 
 UNNAMED = (64, 256)
 """Lengths past which models without a configuration are checked: attention may be scaled by the logarithm of one."""
-_OTHER_SEQUENCE = ("encoder_hidden_states", "cross_attention_states", "key_value_states")
-"""Arguments with the hidden states of another sequence, as those of an image."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +50,3 @@ class Door:
     def state_of_blocks(self, call: Call, tokens: Tensor) -> UlyssesState:
         """Return the state of a pass from a call of a block with all tokens on."""
         return self.state(tokens.shape[1], positions=call.arguments.get("position_ids"))
-
-    def refuse_cross_attention(self, call: Call) -> None:
-        """Raise ``ValueError`` if a call is given another sequence."""
-        for name in _OTHER_SEQUENCE:
-            if call.arguments.get(name) is not None:
-                raise ValueError(
-                    f"{self.owner} was given {name}, and sequence parallelism does not support cross-attention: use a"
-                    " decoder-only model, or sequence_parallel=1."
-                )

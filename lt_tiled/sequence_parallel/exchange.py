@@ -6,7 +6,7 @@ of query heads that is not below the number of ranks, and any number of key-valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_tiled.modules.patch import without_compiler
 from lt_tiled.recompute.keep import attending
 from lt_tiled.recompute.mode import in_checkpoint, is_backward
 from lt_tiled.sequence_parallel.agreement import check_same_block
@@ -68,36 +67,31 @@ def own_checkpointing(owner: str, where: str) -> ValueError:
 
 @dataclass(frozen=True)
 class HeadShard:
-    """The heads that one rank computes."""
+    """The heads that one rank computes, by their places among all of them."""
 
-    heads: slice
-    """The place of its query heads among all of them."""
-    keys: slice
-    """The place of the key-value heads that these attend to."""
-    key_of: tuple[int, ...]
-    """For each query head the place of its key-value head in ``keys``."""
-
-    def matched(self, keys: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors of the key-value heads ``[B, k, S, ...]`` as attention takes them.
-
-        Where they have different numbers of query heads here, there is one for each query head.
-        """
-        heads, count = len(self.key_of), self.keys.stop - self.keys.start
-        if heads % count == 0 and self.key_of == tuple(head * count // heads for head in range(heads)):
-            return list(keys)
-        return [key.index_select(1, torch.tensor(self.key_of, device=key.device)) for key in keys]
+    heads: list[int]
+    """Its query heads. Where there are fewer than the other ranks have, the last one is repeated."""
+    keys: list[int]
+    """The key-value heads that these attend to: one for each group of them, or one for each."""
 
 
 def head_shards(queries: int, keys: int, size: int) -> list[HeadShard]:
     """Return what each of ``size`` ranks computes, of ``queries`` heads on ``keys`` key-value heads."""
-    shards: list[HeadShard] = []
-    high = 0
-    for rank in range(size):
-        low, high = high, high + queries // size + (rank < queries % size)
-        first, last = low * keys // queries, (high - 1) * keys // queries
-        key_of = tuple(head * keys // queries - first for head in range(low, high))
-        shards.append(HeadShard(slice(low, high), slice(first, last + 1), key_of))
-    return shards
+    each = -(-queries // size)
+    heads = [[min(head, queries - 1) for head in range(rank * each, (rank + 1) * each)] for rank in range(size)]
+    key_of = [[head * keys // queries for head in mine] for mine in heads]
+    # On all ranks equally many key-value heads have equally many query heads, as attention wants it.
+    grouped = [sorted(set(of)) for of in key_of]
+    count = len(grouped[0])
+    if each % count == 0 and key_of == [sorted(mine * (each // count)) for mine in grouped]:
+        key_of = grouped
+    return [HeadShard(mine, of) for mine, of in zip(heads, key_of, strict=True)]
+
+
+def _chosen(x: Tensor, places: Iterable[int]) -> Tensor:
+    """Return some heads of a tensor ``[B, H, S, D]``."""
+    chosen = list(places)
+    return x if chosen == list(range(x.shape[1])) else x.index_select(1, torch.tensor(chosen, device=x.device))
 
 
 # The exchange
@@ -130,95 +124,41 @@ def over_heads(
     check_heads(state.owner, state.size, heads)
     shards = head_shards(heads, keys[0].shape[1], state.size)
     mine = shards[state.rank]
-    of_queries, of_keys = [shard.heads for shard in shards], [shard.keys for shard in shards]
-    of_ranks = [of_queries] * len(queries) + [of_keys] * len(keys)
+    sent = [_chosen(tensor, chain.from_iterable(shard.heads for shard in shards)) for tensor in queries]
+    sent += [_chosen(tensor, chain.from_iterable(shard.keys for shard in shards)) for tensor in keys]
 
     with attending():
-        # 1. All tokens of the rank's heads, without those that repeat the last one.
-        arrived = exchanged(state, of_ranks, [*queries, *keys], to_heads=True)
-        arrived = [tensor.narrow(2, 0, state.total) for tensor in arrived]
+        # 1. All tokens of the rank's heads.
+        arrived = to_heads(state, sent)
         # 2. Outside of the shared pass: attention may call another one that is exchanged, which has all tokens already.
         with entered(None):
             parts = [vector[mine.heads] for vector in vectors]
-            out = compute(mine, arrived[: len(queries)], mine.matched(arrived[len(queries) :]), parts)
+            out = compute(mine, arrived[: len(queries)], arrived[len(queries) :], parts)
         # 3. All heads of the rank's tokens.
-        return exchanged(state, [of_queries], [state.padded(out, 2)], to_heads=False)[0]
+        return to_tokens(state, out)[:, :heads]
 
 
-def exchanged(
-    state: UlyssesState, heads: Sequence[Sequence[slice]], tensors: Sequence[Tensor], to_heads: bool
-) -> list[Tensor]:
-    """Return the tokens of the rank's heads, ``[B, h, S, D]``, for its tokens of all heads, ``[B, H, S/n, D]``.
-
-    ``heads`` are those of each rank, for each tensor. With ``to_heads=False`` it is the other way round, and what
-    several ranks have is summed. Each direction is the adjoint of the other.
-    """
+def to_heads(state: UlyssesState, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return all tokens of the rank's heads, ``[B, h, S, D]``, for its tokens of all heads, ``[B, nh, S/n, D]``."""
     found = list(tensors)
-    for dtype in dict.fromkeys(t.dtype for t in tensors):  # one all-to-all sends one dtype
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # one all-to-all sends one dtype
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        outputs = _Exchange.apply(state, [heads[i] for i in places], to_heads, *(tensors[i] for i in places))
-        for place, output in zip(places, outputs, strict=True):
-            found[place] = output
+        parts = [tensors[place].unflatten(1, (state.size, -1)).movedim(1, 0) for place in places]  # [n, B, h, S/n, D]
+        for place, part in zip(places, _exchanged(state, parts), strict=True):
+            # Without the tokens that repeat the last one.
+            found[place] = part.movedim(0, 2).flatten(2, 3).narrow(2, 0, state.total)
     return found
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, state: UlyssesState, heads: Sequence[Sequence[slice]], to_heads: bool, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.exchange = state, heads, not to_heads
-        # 1. Each rank gets the part of its heads, or of its tokens, of each tensor.
-        send = _parts(state, heads, tensors, by_heads=to_heads)
-        outputs = []
-        for tensor, of_ranks in zip(tensors, heads, strict=True):
-            count, tokens = of_ranks[-1].stop, state.length
-            if to_heads:
-                count, tokens = of_ranks[state.rank].stop - of_ranks[state.rank].start, state.size * state.length
-            outputs.append(tensor.new_zeros(tensor.shape[0], count, tokens, tensor.shape[3]))
-        places = _parts(state, heads, outputs, by_heads=not to_heads)
-        arrived = _sent(state, send, [_numel(part) for part in places])
-        # 2. What arrives has its place by the rank that sent it.
-        begin = 0
-        for view in chain.from_iterable(places):
-            its = arrived[begin : begin + view.numel()].view(view.shape)
-            begin += view.numel()
-            if to_heads:
-                view.copy_(its)
-            else:
-                view.add_(its)
-        return tuple(outputs)
-
-    @staticmethod
-    @without_compiler
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, None, *_Exchange.apply(*ctx.exchange, *gradients)
+def to_tokens(state: UlyssesState, x: Tensor) -> Tensor:
+    """Return the rank's tokens of all heads, ``[B, nh, S/n, D]``, for all tokens of its heads, ``[B, h, S, D]``."""
+    part = state.padded(x, 2).unflatten(2, (state.size, -1)).movedim(2, 0)  # [n, B, h, S/n, D]
+    return _exchanged(state, [part])[0].movedim(0, 1).flatten(1, 2)
 
 
-def _parts(
-    state: UlyssesState, heads: Sequence[Sequence[slice]], tensors: Sequence[Tensor], by_heads: bool
-) -> list[list[Tensor]]:
-    """Return for each rank the parts of the tensors that belong to its heads, or to its tokens."""
-    parts = []
-    for rank in range(state.size):
-        if by_heads:
-            parts.append([tensor[:, of_ranks[rank]] for tensor, of_ranks in zip(tensors, heads, strict=True)])
-        else:
-            parts.append([tensor.narrow(2, rank * state.length, state.length) for tensor in tensors])
-    return parts
-
-
-def _numel(part: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in part)
-
-
-def _sent(state: UlyssesState, parts: Sequence[Sequence[Tensor]], receive: list[int]) -> Tensor:
-    """Send each rank its parts, and return what arrives, as one flat tensor."""
-    send = [_numel(part) for part in parts]
-    packed, begin = parts[0][0].new_empty(sum(send)), 0
-    for view in chain.from_iterable(parts):
-        # torch.cat would need each part in its order first: two copies
-        packed[begin : begin + view.numel()].view(view.shape).copy_(view)
-        begin += view.numel()
-    arrived: Tensor = all_to_all(packed, send, receive, state.name)
-    return arrived
+def _exchanged(state: UlyssesState, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Send each rank its entry of each tensor ``[n, ...]``, and return those that arrive, in one all-to-all."""
+    flat = [part.flatten(1) for part in parts]
+    packed = flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+    arrived = all_to_all(packed, state.name).split([part.shape[1] for part in flat], 1)
+    return [piece.reshape(part.shape) for piece, part in zip(arrived, parts, strict=True)]

@@ -11,7 +11,8 @@ configuration names. A longer batch is compared again once it is beyond another 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from itertools import chain
@@ -29,12 +30,12 @@ from lt_tiled.recompute.buffers import ModuleState
 from lt_tiled.recompute.mode import RandomState, random_state_kept
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.door import Door
-from lt_tiled.sequence_parallel.ulysses import UlyssesState, entered
+from lt_tiled.sequence_parallel.ulysses import entered
 
 TOKENS = 2**11
 """A sequence of at most so many tokens is checked whole."""
 MOST_TOKENS = 2**13
-"""No length above this one is checked with as many tokens."""
+"""No length above half of this one is checked with more tokens."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Of the norm of a difference, relative to the norm: models of float64 may compute a part in float32."""
 TF32 = 1e-2
@@ -43,15 +44,14 @@ COARSE = 0.1
 """For 16-bit dtypes."""
 _RANDOM = ("drop", "noise", "jitter")
 """Parts of the names of attributes with the probability or size of what is random."""
-_OF_LENGTH = ("window", "chunk", "original_max_position", "floor_scale", "seq_length", "seq_len", "logn", "log_n")
+_LENGTHS = "window|chunk|original_max_position|floor_scale|seq_length|seq_len|logn|log_n"
 """Parts of the names of lengths above which tokens see, or positions are, something else."""
 _REMEDY = (
     "Use the sdpa, flash or flex attention of transformers, pass position_ids that the model reads, or name the modules"
     " that are independent of this in SequenceParallel(targets=...)."
 )
-
-
 Run = Callable[[Call, bool], list[Tensor]]
+"""Calls a module, shared or not, and returns what to compare, for all tokens."""
 
 
 class Check:
@@ -62,68 +62,51 @@ class Check:
         self.whole = True
         """Whether the model runs whole now, and not shared."""
         self.problems: list[str] = []
-        self.given: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-        """What each block was given besides hidden states, for the rank's own tokens: in the whole run, and shared."""
+        self.given: dict[bool, list[tuple[str, Tensor]]] = {True: [], False: []}
+        """What blocks were given besides hidden states, for the rank's own tokens: in the whole run, and shared."""
 
     def note(self, call: Call) -> None:
-        """Note what a block is given for the rank's own tokens."""
-        others = {name: value for name, value in call.arguments.items() if value is not call.tokens}
-        self.given[self.whole].append(others)
+        """Note what a block is given for the rank's own tokens, such as rotary tables."""
+        for name, value in call.arguments.items():
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf is not call.tokens:
+                    self.given[self.whole].append((name, leaf))
 
     def block(self, name: str, call: Call, inner: Callable[..., Any]) -> Any:
         """Run a block on all tokens, and compare it with the same block shared by the ranks."""
-        assert call.tokens is not None
-        state = self.door.state_of_blocks(call, call.tokens)
-        whole, true, gradient = self._run(call, call.tokens, inner, None)
-        local = call.changed(name, state.total, state.own(call.tokens), state.own)
+        tokens = call.tokens
+        assert tokens is not None
+        # 1. For all tokens.
+        output, true, gradient = self._run(call, inner, None)
+        # 2. For the rank's own.
+        state = self.door.state_of_blocks(call, tokens)
+        local = call.changed(name, state.total, state.own(tokens), state.own)
         self.note(local)
-        try:
-            assert local.tokens is not None
-            with entered(state):
-                _, found, own_gradient = self._run(local, local.tokens, inner, state)
-        except (RuntimeError, IndexError, TypeError) as error:
-            if isinstance(error, torch.OutOfMemoryError | dist.DistError):
-                raise
-            raise ValueError(
-                f"{name} runs on {state.total} tokens, and cannot run on the {state.length} of them that are this"
-                f" rank's ({error}). It may read something of all tokens from an attribute, as positions, or have an"
-                f" attention function of its own. Pass it what it reads as an argument. {_REMEDY}"
-            ) from error
+        with on_own_tokens(name), entered(state):
+            _, found, own_gradient = self._run(local, inner, state.count)
+            true = state.valid(state.own(true))
         unseen = "" if state.calls else " None of its attention was seen."
-        self.compare(name, f"another output{unseen}", found, state.valid(state.own(true)))
+        self.compare(name, f"another output{unseen}", found, true)
         if gradient is not None and own_gradient is not None:
-            own = state.valid(state.own(gradient))
-            self.compare(name, "another gradient of its input", state.valid(own_gradient), own)
-        return whole
+            mine = state.valid(state.own(gradient))
+            self.compare(name, "another gradient of its input", state.valid(own_gradient), mine)
+        return output
 
-    def _run(
-        self, call: Call, tokens: Tensor, inner: Callable[..., Any], state: UlyssesState | None
-    ) -> tuple[Any, Tensor, Tensor | None]:
-        """Run a block, and return its output, the rank's hidden states, and a gradient of its input.
+    def _run(self, call: Call, inner: Callable[..., Any], count: int | None) -> tuple[Any, Tensor, Tensor | None]:
+        """Run a block, and return its output, the first hidden states of it, and a gradient of its input.
 
         Their own gradient would be zero behind a norm: they are its direction in another order of channels.
         """
-        graph = self.gradients and tokens.is_floating_point()
+        assert call.tokens is not None
+        graph = self.gradients and call.tokens.is_floating_point()
         with torch.enable_grad() if graph else nullcontext(), turned_off(call.module, BlockPatch):
-            x = tokens.detach().clone().requires_grad_(graph)
+            x = call.tokens.detach().clone().requires_grad_(graph)
             output = call.with_tokens(x).run(inner)
-            hidden = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-            if state is not None:
-                hidden = state.valid(hidden)
-            gradient = None
-            if graph and hidden.requires_grad:
-                gradient = torch.autograd.grad(hidden, x, hidden.detach().flip(-1), allow_unused=True)[0]
+            hidden = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))[:, :count]
+            if not graph or not hidden.requires_grad:
+                return output, hidden.detach(), None
+            gradient = torch.autograd.grad(hidden, x, hidden.detach().flip(-1), allow_unused=True)[0]
         return output, hidden.detach(), gradient
-
-    def compare_given(self, name: str) -> None:
-        """Compare what blocks were given in both runs, tensor by tensor."""
-        for whole, shared in zip(self.given[True], self.given[False], strict=False):
-            for argument in whole.keys() & shared.keys():
-                pairs = zip(pytree.tree_leaves(shared[argument]), pytree.tree_leaves(whole[argument]), strict=False)
-                for found, true in pairs:
-                    both = isinstance(found, Tensor) and isinstance(true, Tensor) and found.shape == true.shape
-                    if both and found.is_floating_point() and "mask" not in argument:
-                        self.compare(name, f"other {argument} in its blocks", found, true)
 
     def compare(self, name: str, what: str, found: Tensor, true: Tensor) -> None:
         """Note a problem if two tensors differ by more than rounding."""
@@ -163,44 +146,36 @@ class Checked:
     def run(self, call: Call, run: Run, total: int) -> None:
         """Compare a call with itself, once for each mode and each length above which the model may compute otherwise.
 
-        All ranks raise ``ValueError`` if there is a difference on any.
-
-        Args:
-            call: Of the module that calls the blocks.
-            run: Calls it, shared or not, and returns what to compare, for all tokens.
-            total: The sequence length, or 0 if it is not known.
+        All ranks raise ``ValueError`` if there is a difference on any. ``total`` is 0 if the length is not known.
         """
-        module, door = call.module, self.door
-        below = sum(length < total for length in door.lengths)
-        if not door.policy.self_check or below <= self.passed.get(module.training, -1):
+        training, door = call.module.training, self.door
+        below = [length for length in door.lengths if length < total]
+        if not door.policy.self_check or len(below) <= self.passed.get(training, -1):
             return
-        named = [2 * length for length in door.lengths if length < total and 2 * length <= MOST_TOKENS]
-        tokens = min(total, max([TOKENS, *named]))
-        if tokens < total:
-            call = call.shortened(door.owner, total, tokens)
-        if call.tokens is not None and call.tokens.is_floating_point():
+        tokens = min(total, max([TOKENS, *(2 * length for length in below if 2 * length <= MOST_TOKENS)]))
+        short = call.shortened(door.owner, total, tokens) if tokens < total else call
+        if short.tokens is not None and short.tokens.is_floating_point():
             # Dropout in front of the module differs between ranks.
-            same = call.tokens.detach().clone()
+            same = short.tokens.detach().clone()
             dist.broadcast(same, group=door.group, group_src=0)
-            call = call.with_tokens(same)
+            short = short.with_tokens(same)
         # In the mode of the call, and if random numbers are drawn in it, in evaluation mode.
-        if not self._compared(call, run, module.training, tokens < total):
-            self._compared(call, run, False, tokens < total)
-        self.passed[module.training] = below
+        if not self._compared(short, run, training, tokens < total):
+            self._compared(short, run, False, tokens < total)
+        self.passed[training] = len(below)
 
-    def _compared(self, call: Call, run: Run, training: bool, cut: bool) -> bool:
+    def _compared(self, call: Call, run: Run, training: bool, is_cut: bool) -> bool:
         """Compare in one mode, and return whether that was possible: in training no random numbers may be drawn."""
-        module, owner = call.module, self.door.owner
-        device = torch.device("cpu") if call.tokens is None else call.tokens.device
-        check = Check(self.door, module)
+        owner, device = self.door.owner, torch.device("cpu") if call.tokens is None else call.tokens.device
+        check = Check(self.door, call.module)
         token = _check.set(check)
         try:
-            with torch.no_grad(), random_state_kept(device), _as_it_was(module, training):
+            with torch.no_grad(), random_state_kept(device), _as_it_was(call.module, training):
                 before = RandomState.now(device)
                 try:
                     whole = run(call, False)
                 except (RuntimeError, IndexError, TypeError) as error:
-                    if not cut or isinstance(error, torch.OutOfMemoryError | dist.DistError):
+                    if not is_cut:
                         raise
                     inform(f"{owner} is not checked, because it cannot run on a part of its tokens: {error}")
                     return True
@@ -208,14 +183,32 @@ class Checked:
                     return False
                 check.verdict()
                 check.whole = False
-                outputs = run(call, True)
-                check.compare_given(owner)
+                with on_own_tokens(owner):
+                    outputs = run(call, True)
+                for (name, true), (_, found) in zip(check.given[True], check.given[False], strict=False):
+                    if found.shape == true.shape:
+                        check.compare(owner, f"other {name} in its blocks", found, true)
                 for found, true in zip(outputs, whole, strict=True):
                     check.compare(owner, "another output", found, true)
                 check.verdict()
         finally:
             _check.reset(token)
         return True
+
+
+@contextmanager
+def on_own_tokens(name: str) -> Iterator[None]:
+    """Say what it means that something which runs on all tokens fails on those of one rank."""
+    try:
+        yield
+    except (RuntimeError, IndexError, TypeError) as error:
+        if isinstance(error, torch.OutOfMemoryError | dist.DistError):
+            raise
+        raise ValueError(
+            f"{name} runs on all tokens, and cannot run on those of one rank ({error}). It may need all tokens between"
+            " its blocks, as features of images, read something of all tokens from an attribute, as positions, or have"
+            f" an attention function of its own. Pass a block what it reads as an argument. {_REMEDY}"
+        ) from error
 
 
 @contextmanager
@@ -260,19 +253,11 @@ def rounds_products() -> bool:
     return any(backend.fp32_precision in ("tf32", "bf16") for backend in backends)
 
 
-def lengths_of(config: Any) -> Sequence[int]:
+def lengths_of(config: Any) -> list[int]:
     """Return the numbers of tokens above which a model of transformers computes otherwise."""
     fields = config.to_dict()
-    found = {value for name, value in _integers(fields) if any(part in name for part in _OF_LENGTH)}
+    found = {int(number) for number in re.findall(rf"'\w*(?:{_LENGTHS})\w*': (\d+)", str(fields))}
     rope = [fields.get(name) for name in ("rope_parameters", "rope_scaling")]
     if "dynamic" in str(rope) and (longest := fields.get("max_position_embeddings")):
         found.add(longest)
     return sorted(found)
-
-
-def _integers(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from _integers(value)
-        elif isinstance(value, int) and value > 1:
-            yield str(name), value

@@ -91,21 +91,21 @@ def against_whole(model: nn.Module, inputs: dict[str, Any], **options: Any) -> t
     except NothingFoundError:
         policies = {}
     true = step(reference, inputs)
-    exchanges, exchanged = 0, exchange.exchanged
+    exchanges, to_heads = 0, exchange.to_heads
 
-    def counted(state: Any, heads: Any, tensors: Any, to_heads: bool) -> Any:
+    def counted(state: Any, tensors: Any) -> Any:
         nonlocal exchanges
-        exchanges += to_heads and checking() is None
-        return exchanged(state, heads, tensors, to_heads)
+        exchanges += checking() is None
+        return to_heads(state, tensors)
 
-    exchange.exchanged = counted
+    exchange.to_heads = counted
     try:
         with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(size, **options), **policies):
             return worst(step(model, inputs), true), exchanges, ""
     except ValueError as error:
         return 0.0, 0, str(error)
     finally:
-        exchange.exchanged = exchanged
+        exchange.to_heads = to_heads
 
 
 class Counts(TorchDispatchMode):

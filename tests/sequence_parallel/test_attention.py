@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import SequenceParallel
-from lt_tiled.sequence_parallel.enable import find_doors
 from tests.sequence_parallel.models import GPT, HeadsOnly, causal, ids, packed, padded
 from tests.sequence_parallel.runs import against_whole, step, worst
 from tests.world import RanksFailed, World
@@ -226,9 +226,12 @@ def test_masks_of_heads(world: World) -> None:
         assert error < 1e-12
 
 
-def test_fewer_heads_than_ranks() -> None:
-    """More ranks than query heads are refused before anything runs, with the size that is possible."""
-    with pytest.raises(
-        ValueError, match=r"sequence_parallel=8 needs as many query heads .* LlamaForCausalLM has 4: use"
-    ):
-        find_doors(causal("llama")(), SequenceParallel(8), None)
+def test_fewer_heads_than_ranks(four_ranks: World) -> None:
+    """More ranks than query heads are refused, with the size that is possible."""
+    for message in four_ranks(too_few_heads):
+        assert re.search(r"sequence_parallel=4 needs as many query heads .* LlamaForCausalLM has 2: use", message)
+
+
+def too_few_heads() -> str:
+    model, x = causal("llama", num_attention_heads=2)(), ids(1, 16)
+    return against_whole(model, {"input_ids": x, "labels": x})[2]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 
 import lt_tiled
-from lt_tiled import ActivationCheckpointing, SequenceParallel
-from lt_tiled.sequence_parallel.enable import find_doors
+from lt_tiled import ActivationCheckpointing
 from lt_tiled.sequence_parallel.groups import Groups
 from tests.sequence_parallel.hybrids import hybrid, wide
 from tests.sequence_parallel.models import causal, ids, padded
-from tests.sequence_parallel.runs import step, worst
+from tests.sequence_parallel.runs import against_whole, step, worst
 from tests.world import World
 
 FIELDS: dict[str, Any] = {
@@ -45,9 +45,13 @@ def test_gradients(padding: bool, size: int, keep: Any, four_ranks: World) -> No
         assert found < 1e-12
 
 
-def test_eager_attention_without_sinks() -> None:
-    """It is refused by name before anything runs, with what to load the model with."""
+def without_sinks() -> str:
     model: Any = causal("llama")()
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM uses eager attention.*attn_implementation='sdpa' or"):
-        find_doors(model, SequenceParallel(2), None)
+    return against_whole(model, {"input_ids": (x := ids(2, 37)), "labels": x})[2]
+
+
+def test_eager_attention_without_sinks(world: World) -> None:
+    """It is refused, with what to load the model with."""
+    for message in world(without_sinks):
+        assert re.search("Use the sdpa, flash or flex attention of transformers", message)
