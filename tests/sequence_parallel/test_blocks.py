@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -217,9 +218,46 @@ def positions_of_a_rank() -> nn.Module:
     return model
 
 
+class Normalized(Block):
+    """A block with a norm over all tokens in training, as a batch norm."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = super().forward(x, mask)
+        return x / x.std((0, 1)) if self.training else x
+
+
+class SomeTokens(Block):
+    """A mixture of depths: in training half of the tokens go through the MLP, in evaluation those above a threshold."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = x.sum(-1)
+        chosen = scores > (scores.median(1, keepdim=True).values if self.training else 0)
+        return super().forward(x, mask).where(chosen[..., None], x)
+
+
+class ClippedBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
+
+
+class Clipped(Block):
+    """A block that clips the gradient of all tokens."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(ClippedBack.apply(x), mask)
+
+
 SEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "mean": (lambda: Pooled([0, 1, 2], Averaged).float(), "It may mix tokens in other code than an attention function"),
     "shift": (lambda: Pooled([0, 1, 2], ShiftsALittle).float(), "has another .* when 2 ranks share the sequence"),
+    "in training": (lambda: Pooled([0, 1, 2], Normalized), "has another .* when 2 ranks share the sequence"),
+    "depths": (lambda: Pooled([0, 1, 2], SomeTokens), "has another .* when 2 ranks share the sequence"),
+    "backward pass": (lambda: Pooled([0, 1, 2], Clipped), "has another gradient of its input when 2 ranks"),
     "not finite": (lambda: Pooled([0, 1, 2], FailsOnFewTokens), "has another output when 2 ranks share the sequence"),
     "attribute": (
         lambda: Positioned().double(),
@@ -245,6 +283,33 @@ def test_self_check(name: str, world: World) -> None:
     """
     for message in world(seen, name):
         assert re.search(SEEN[name][1], message)
+
+
+class LeavesItselfOut(Block):
+    """A block that leaves itself out at random."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x if torch.rand(()) < 0.3 else super().forward(x, mask)
+
+
+def left_out(seed: int) -> str:
+    """What a step says where ranks have the seed, and the other one another."""
+    model = Pooled([0, 1, 2], LeavesItselfOut)
+    torch.manual_seed(seed * dist.get_rank())
+    with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(2, self_check=False)):
+        try:
+            for _ in range(8):
+                model(ids(2, 37)).backward()
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_blocks_that_leave_themselves_out(world: World) -> None:
+    """Ranks that leave out different blocks all raise, and those that draw the same numbers train."""
+    assert world(left_out, 0) == ["", ""]
+    for message in world(left_out, 1):
+        assert re.search("on this rank, and something else on another rank.*draw the same numbers", message)
 
 
 def named_in_a_row() -> list[float]:
