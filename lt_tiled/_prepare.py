@@ -29,12 +29,7 @@ from lt_tiled.policies import (
     as_policy,
     as_sequence_parallel,
 )
-from lt_tiled.recompute.blocks import (
-    BlockOffload,
-    BlockPatch,
-    find_checkpointable,
-    turn_off_own_checkpointing,
-)
+from lt_tiled.recompute.blocks import BlockOffload, BlockPatch, find_checkpointable, turn_off_own_checkpointing
 from lt_tiled.recompute.keep import keeps_attention, policy_of
 from lt_tiled.report import Report
 from lt_tiled.sequence_parallel.door import Door

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
@@ -67,10 +66,7 @@ def _figure(path: Path, name: str) -> int:
 
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes of CPU memory that the system, or this process's cgroups, can allocate now."""
-    try:
-        available = 1024 * _figure(root / "proc/meminfo", "MemAvailable:")
-    except (OSError, KeyError):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    available = 1024 * _figure(root / "proc/meminfo", "MemAvailable:")
     return max(min([available, *_cgroup_memory(root)]), 0)
 
 

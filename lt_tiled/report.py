@@ -23,35 +23,27 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TiledModule:
-    """A tiled module, or a model that computes its loss in tiles with the path of its head.
+class ReportedModule:
+    """A tiled module, a block with activation checkpointing, or a model that computes its loss in tiles.
 
-    Tokens and tiles are those of its largest call so far, and 0 before its first call.
+    Tokens and tiles are those of its largest call in tiles so far, and 0 before its first call.
     """
 
     path: str
     kind: str
-    tokens: int
-    tiles: int
-
-
-@dataclass(frozen=True)
-class RecomputedBlock:
-    """A block with activation checkpointing."""
-
-    path: str
-    kind: str
+    tokens: int = 0
+    tiles: int = 0
 
 
 @dataclass(frozen=True)
 class Report:
     """The tiled modules, the blocks with activation checkpointing and the tiled losses of a model."""
 
-    tiled: tuple[TiledModule, ...]
+    tiled: tuple[ReportedModule, ...]
     """MLPs, and what a policy names."""
-    blocks: tuple[RecomputedBlock, ...]
-    losses: tuple[TiledModule, ...] = ()
-    norms: tuple[TiledModule, ...] = ()
+    blocks: tuple[ReportedModule, ...]
+    losses: tuple[ReportedModule, ...] = ()
+    norms: tuple[ReportedModule, ...] = ()
     """Norms that ``targets="auto"`` found apart from MLPs."""
     offloaded: OffloadStats | None = None
     """What was offloaded so far, if anything is."""
@@ -62,24 +54,24 @@ class Report:
     def of(cls, model: nn.Module) -> Report:
         """Return the report of a model."""
         # 1. Modules that run in tiles.
-        tiled: list[TiledModule] = []
-        norms: list[TiledModule] = []
+        tiled: list[ReportedModule] = []
+        norms: list[ReportedModule] = []
         for path, _, patch in tiled_patches(model):
             if not patch.untiled:
                 method = "" if patch.method == "forward" else f".{patch.method}"
                 path_of_method = (path + method).lstrip(".")
-                row = TiledModule(path_of_method, patch.spec.kind, patch.largest.tokens, patch.largest.tiles)
+                row = ReportedModule(path_of_method, patch.spec.kind, patch.largest.tokens, patch.largest.tiles)
                 (norms if patch.spec.is_lone_norm else tiled).append(row)
         # 2. Losses, blocks, and what is known of all blocks together.
-        losses: list[TiledModule] = []
-        blocks: list[RecomputedBlock] = []
+        losses: list[ReportedModule] = []
+        blocks: list[ReportedModule] = []
         offloaded: OffloadStats | None = None
         shared: dict[str, int] = {}
         for path, module in walk_all(model):
             if (head := get_patch(module, HeadPatch)) is not None and head.called is not False:
-                losses.append(TiledModule(path, head.name, head.largest.tokens, head.largest.tiles))
+                losses.append(ReportedModule(path, head.name, head.largest.tokens, head.largest.tiles))
             if (block := get_patch(module, BlockPatch)) is not None:
-                blocks.append(RecomputedBlock(path, type(module).__name__))
+                blocks.append(ReportedModule(path, type(module).__name__))
                 if block.offload is not None:
                     offloaded = block.offload.offloader.stats
             for part in get_patches(module, SharedBlock):
