@@ -27,6 +27,7 @@ from lt_tiled.modules.find import plain_name
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.offload.offloader import Offloader
+from lt_tiled.offload.pinned import Stored
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.policies import ActivationCheckpointing, Tiling
 from lt_tiled.recompute.blocks import BlockPatch
@@ -178,8 +179,8 @@ class _FakeTier:
     name: Callable[[Tensor], None]
     at_once: bool
 
-    def store(self, raw: Tensor, after: None) -> Any:
-        return None, lambda: False, nothing  # it leaves when the offloader waits for it
+    def store(self, raw: Tensor, after: None) -> Stored:
+        return Stored(None, done=lambda: False, wait=nothing)  # it leaves when the offloader waits for it
 
     def load(self, room: None, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
         def new() -> Tensor:

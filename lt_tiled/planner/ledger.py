@@ -17,8 +17,6 @@ from torch.utils.flop_counter import flop_registry
 from lt_tiled.offload.tensors import storage_key
 
 aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
-"""Autograd asks each fake tensor for its device, which is most of what is dispatched: the ledger leaves it out."""
 
 
 @dataclass
@@ -86,8 +84,6 @@ class Ledger(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:
-            return args[0].fake_device
         kwargs = kwargs or {}
         result = self.run(func, args, kwargs)
         self.work += _work_of(func, args, kwargs, result)
