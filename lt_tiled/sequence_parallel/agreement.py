@@ -18,8 +18,9 @@ _CHUNK = 2**22
 """Values that are hashed at once, which bounds the memory that it takes."""
 
 
-def check_same_batch(owner: str, group: dist.ProcessGroup, arguments: Mapping[str, Any]) -> None:
+def check_same_batch(owner: str, group: dist.ProcessGroup | None, arguments: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` on all ranks of a group unless each of them has the same tensors in its arguments."""
+    assert group is not None
     found: list[tuple[Any, ...]] = []
     for name, value in arguments.items():
         for leaf in pytree.tree_leaves(value):

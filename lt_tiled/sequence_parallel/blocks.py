@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,12 +25,19 @@ from lt_tiled.sequence_parallel.exchange import in_block, own_checkpointing
 from lt_tiled.sequence_parallel.self_check import Checked, checking
 from lt_tiled.sequence_parallel.ulysses import UlyssesState, current, entered, pack_hook, set_current
 
+_batch: ContextVar[Call | None] = ContextVar("batch", default=None)
+"""The call of the model that calls the blocks, whose arguments are the batch."""
+
 
 @contextmanager
-def around_blocks(owner: str) -> Iterator[None]:
+def around_blocks(owner: str, call: Call) -> Iterator[None]:
     """Run the model that calls the blocks. Refuse a call that ends between the first and the last of them."""
+    token = _batch.set(call)
     with entered(None):
-        yield
+        try:
+            yield
+        finally:
+            _batch.reset(token)
         if current() is not None:
             raise ValueError(
                 f"{owner}: the first of the blocks was called, and the last of the blocks was not called after it, so"
@@ -40,7 +48,11 @@ def around_blocks(owner: str) -> Iterator[None]:
 
 def end_pass(state: UlyssesState, tensor: Tensor) -> None:
     """Agree with the other ranks that all blocks ran, and that tokens were exchanged in some."""
-    state.check_exchanged()
+    if not state.calls:
+        raise ValueError(
+            f"{state.owner} shared its sequences, and no attention saw all tokens. Use the sdpa, flash or flex"
+            " attention of transformers (attn_implementation), or F.scaled_dot_product_attention."
+        )
     check_same_block(state.owner, state.group, "the end of the blocks", tensor)
 
 
@@ -113,9 +125,8 @@ class SharedBlock(Patch):
             return call.run(self.inner)
         if tokens is None or tokens.shape[1] == 0:
             return call.run(self.inner)
+        check_same_batch(door.owner, door.group, (_batch.get() or call).arguments)
         if door.caller is None:
-            assert door.group is not None
-            check_same_batch(door.owner, door.group, call.arguments)
             self.checked.run(call, self._run_whole, tokens.shape[1])
         state = door.state_of_blocks(call, tokens)
         set_current(state)

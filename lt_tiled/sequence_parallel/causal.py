@@ -23,6 +23,7 @@ from lt_tiled.modules.patch import Order, Patch, is_of
 from lt_tiled.sequence_parallel.agreement import check_same_batch
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.blocks import around_blocks, end_pass
+from lt_tiled.sequence_parallel.collectives import group_mean
 from lt_tiled.sequence_parallel.door import Door
 from lt_tiled.sequence_parallel.masks import masks_of
 from lt_tiled.sequence_parallel.self_check import Checked, checking
@@ -44,21 +45,19 @@ class SharedModel(Patch):
         call, door = Call(module, args, kwargs), self.door
         if current() is not None or checking() is not None:
             return call.run(self.inner)
-        to_loss, generates = False, False
+        to_loss, trains = False, module.training or call.arguments.get("labels") is not None
         if not door.hand_written:
             to_loss = self._is_shared_to_loss(call)
             refuse_outputs(door.owner, call, to_loss)
-            call = without_unused_cache(call)
-            generates = not to_loss and (fills_cache(call) or is_partial(call))  # each rank by itself, perhaps
-        if not generates:
-            assert door.group is not None
-            check_same_batch(door.owner, door.group, call.arguments)
+            call = without_unused_cache(call) if trains else call
+        # Ranks may generate apart.
+        if trains or door.hand_written:
             tokens = call.tokens
             total = 0 if tokens is None or tokens.dim() > 3 else tokens.shape[1]
             self.checked.run(call, self._decoded if to_loss else self._run, total)
         if to_loss:
             return self._to_loss(call)
-        with around_blocks(door.owner):
+        with around_blocks(door.owner, call):
             return call.run(self.inner)
 
     def _is_shared_to_loss(self, call: Call) -> bool:
@@ -85,12 +84,13 @@ class SharedModel(Patch):
 
     def _to_loss(self, call: Call) -> Any:
         """Run a causal model on the rank's own tokens, and return its output with the loss of the whole sequence."""
+        check_same_batch(self.door.owner, self.door.group, call.arguments)
         state, own = shared_arguments(self.door, call)
         as_tuple = own.pop("return_dict", None) is False
         with shared_loss(state, call), entered(state):
             output = self.inner(call.module, **own)
         end_pass(state, output["loss"])
-        output["loss"] = state.mean(output["loss"])
+        output["loss"] = group_mean(output["loss"], state.name)  # of those that ranks computed from their own labels
         if output.get("logits") is not None:
             output["logits"] = None  # those of this rank's tokens
         return output.to_tuple() if as_tuple else output
@@ -111,7 +111,7 @@ class SharedModel(Patch):
 
     def _run(self, call: Call, shared: bool) -> list[Tensor]:
         """Return the floating-point tensors of a model's output."""
-        with around_blocks(self.door.owner) if shared else nullcontext():
+        with around_blocks(self.door.owner, call) if shared else nullcontext():
             output = call.run(self.inner)
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         return [leaf for leaf in leaves if leaf.is_floating_point()]
@@ -159,24 +159,14 @@ def is_partial(call: Call) -> bool:
     return continues or isinstance(some, Tensor) or bool(some)
 
 
-def fills_cache(call: Call) -> bool:
-    """Whether a call without sequence parallelism would fill a key-value cache."""
-    model: Any = call.module
-    asked = call.arguments.get("use_cache")
-    if asked is None:
-        asked = getattr(model.config.get_text_config(), "use_cache", False)
-    return bool(asked)
-
-
 def without_unused_cache(call: Call) -> Call:
     """Return the call without the key-value cache that is the default, of which training has no use."""
     parameters = inspect.signature(type(call.module).forward).parameters
-    takes = "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    trains = call.module.training or call.arguments.get("labels") is not None
     asked = call.arguments.get("use_cache") is not None or call.arguments.get("past_key_values") is not None
-    if not takes or not trains or asked or not fills_cache(call):
-        return call
-    return Call(call.module, call.args, call.kwargs | {"use_cache": False})
+    config: Any = call.module.config
+    has_cache = getattr(config.get_text_config(), "use_cache", False)
+    takes = "use_cache" in parameters or (has_cache and any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
+    return Call(call.module, call.args, call.kwargs | {"use_cache": False}) if takes and not asked else call
 
 
 # From all tokens to the rank's own

@@ -1,4 +1,4 @@
-"""The collectives of sequence parallelism. The backward pass of each is its exact adjoint (the exchange has its own).
+"""The collectives of sequence parallelism. The backward pass of each is its exact adjoint.
 
 They are custom operators, so that ``torch.compile`` and simulations on fake tensors see them.
 """
@@ -25,63 +25,28 @@ def name_of(group: dist.ProcessGroup) -> str:
     return group.group_name
 
 
-def _save_group(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.group = inputs[-1]
-
-
 @torch.library.custom_op("lt_tiled::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, group: str) -> Tensor:
     """Send each rank its entry of a tensor ``[n, ...]``, and return the entries that arrive."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = x.new_empty(x.shape)
     dist.all_to_all_single(out, x.contiguous(), group=_GROUPS[group])
     return out
 
 
-@all_to_all.register_fake
-def _(x: Tensor, group: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-all_to_all.register_autograd(lambda ctx, gradient: (all_to_all(gradient, ctx.group), None), setup_context=_save_group)
-
-
 @torch.library.custom_op("lt_tiled::all_gather", mutates_args=())
-def all_gather(x: Tensor, dim: int, group: str) -> Tensor:
-    """Return the equally large parts of all ranks, along ``dim``, as one tensor."""
-    mine = x.movedim(dim, 0).contiguous()
-    out = x.new_empty(_GROUPS[group].size() * len(mine), *mine.shape[1:])
-    _all_gather(out, mine, group=_GROUPS[group])
-    return out.movedim(0, dim).contiguous()
-
-
-@all_gather.register_fake
-def _(x: Tensor, dim: int, group: str) -> Tensor:
-    return x.new_empty(*x.shape[:dim], _GROUPS[group].size() * x.shape[dim], *x.shape[dim + 1 :])
+def all_gather(x: Tensor, group: str) -> Tensor:
+    """Return the tensors of all ranks as one: ``[n, ...]``."""
+    out = x.new_empty(_GROUPS[group].size(), *x.shape)
+    _all_gather(out, x.contiguous()[None], group=_GROUPS[group])
+    return out
 
 
 @torch.library.custom_op("lt_tiled::reduce_scatter", mutates_args=())
-def reduce_scatter(x: Tensor, dim: int, group: str) -> Tensor:
-    """Sum a tensor over all ranks and return the rank's own part along ``dim``."""
-    whole = x.movedim(dim, 0).contiguous()
-    out = x.new_empty(len(whole) // _GROUPS[group].size(), *whole.shape[1:])
-    _reduce_scatter(out, whole, group=_GROUPS[group])
-    return out.movedim(0, dim).contiguous()
-
-
-@reduce_scatter.register_fake
-def _(x: Tensor, dim: int, group: str) -> Tensor:
-    return x.new_empty(*x.shape[:dim], x.shape[dim] // _GROUPS[group].size(), *x.shape[dim + 1 :])
-
-
-def _save_dim(ctx: Any, inputs: Any, output: Any) -> None:
-    _, ctx.dim, ctx.group = inputs
-
-
-def _scatter_back(ctx: Any, gradient: Tensor) -> Any:
-    return reduce_scatter(gradient, ctx.dim, ctx.group), None, None
-
-
-all_gather.register_autograd(_scatter_back, setup_context=_save_dim)
+def reduce_scatter(x: Tensor, group: str) -> Tensor:
+    """Sum a tensor ``[n, ...]`` over all ranks, and return the rank's own entry."""
+    out = x.new_empty(1, *x.shape[1:])
+    _reduce_scatter(out, x.contiguous(), group=_GROUPS[group])
+    return out.squeeze(0)
 
 
 @torch.library.custom_op("lt_tiled::group_mean", mutates_args=())
@@ -95,9 +60,16 @@ def group_mean(x: Tensor, group: str) -> Tensor:
     return out.div_(_GROUPS[group].size())
 
 
-@group_mean.register_fake
-def _(x: Tensor, group: str) -> Tensor:
-    return torch.empty_like(x)
+def _save_group(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.group = inputs[1]
 
 
+all_to_all.register_fake(lambda x, group: x.new_empty(x.shape))
+all_gather.register_fake(lambda x, group: x.new_empty(_GROUPS[group].size(), *x.shape))
+reduce_scatter.register_fake(lambda x, group: x.new_empty(x.shape[1:]))
+group_mean.register_fake(lambda x, group: torch.empty_like(x))
+all_to_all.register_autograd(lambda ctx, gradient: (all_to_all(gradient, ctx.group), None), setup_context=_save_group)
+all_gather.register_autograd(
+    lambda ctx, gradient: (reduce_scatter(gradient, ctx.group), None), setup_context=_save_group
+)
 group_mean.register_autograd(lambda ctx, gradient: (gradient, None))

@@ -28,6 +28,7 @@ from lt_tiled.modules.patch import turned_off
 from lt_tiled.recompute.blocks import BlockPatch
 from lt_tiled.recompute.buffers import ModuleState
 from lt_tiled.recompute.mode import RandomState, random_state_kept
+from lt_tiled.sequence_parallel.agreement import check_same_batch
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.door import Door
 from lt_tiled.sequence_parallel.ulysses import entered
@@ -84,12 +85,12 @@ class Check:
         self.note(local)
         with on_own_tokens(name), entered(state):
             _, found, own_gradient = self._run(local, inner, state.count)
-            true = state.valid(state.own(true))
+            true = state.own(true)[:, : state.count]
         unseen = "" if state.calls else " None of its attention was seen."
         self.compare(name, f"another output{unseen}", found, true)
         if gradient is not None and own_gradient is not None:
-            mine = state.valid(state.own(gradient))
-            self.compare(name, "another gradient of its input", state.valid(own_gradient), mine)
+            mine = state.own(gradient)[:, : state.count]
+            self.compare(name, "another gradient of its input", own_gradient[:, : state.count], mine)
         return output
 
     def _run(self, call: Call, inner: Callable[..., Any], count: int | None) -> tuple[Any, Tensor, Tensor | None]:
@@ -152,6 +153,7 @@ class Checked:
         below = [length for length in door.lengths if length < total]
         if not door.policy.self_check or len(below) <= self.passed.get(training, -1):
             return
+        check_same_batch(door.owner, door.group, call.arguments)
         tokens = min(total, max([TOKENS, *(2 * length for length in below if 2 * length <= MOST_TOKENS)]))
         short = call.shortened(door.owner, total, tokens) if tokens < total else call
         if short.tokens is not None and short.tokens.is_floating_point():

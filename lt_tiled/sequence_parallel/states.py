@@ -129,7 +129,7 @@ def convolved(
     # 1. The last tokens of each rank: as many as the kernel looks back, or all of them if there are fewer.
     back = weight.shape[-1] - 1
     each = min(back, state.length)
-    last = all_gather(x.narrow(-1, state.length - each, each), x.dim() - 1, state.name)
+    last = all_gather(x.narrow(-1, state.length - each, each), state.name).movedim(0, -2).flatten(-2)
     # 2. Those right before the rank's own.
     end = state.rank * each
     halo = last[..., max(0, end - back) : end]

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_tiled.recompute.mode import carried, saved_tensors_hooks
-from lt_tiled.sequence_parallel.collectives import all_gather, group_mean, name_of
+from lt_tiled.sequence_parallel.collectives import all_gather, name_of
 
 
 def pack_hook() -> Any:
@@ -102,36 +102,23 @@ class UlyssesState:
 
     def own(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the rank's own tokens: ``[B, S, ...]`` becomes ``[B, length, ...]``."""
-        begin = min(self.begin, self.total - 1)
-        part = x.narrow(dim, begin, max(1, self.count))
-        return self._repeated(part, dim, self.length)
-
-    def valid(self, own: Tensor, dim: int = 1) -> Tensor:
-        """Return those of a rank's tokens that belong to the sequence."""
-        return own.narrow(dim, 0, self.count)
+        return self._rows(x, dim, self.begin, self.length)
 
     def padded(self, x: Tensor, dim: int) -> Tensor:
         """Return all tokens with those that make equally many for each rank."""
-        return self._repeated(x, dim, self.size * self.length)
+        return self._rows(x, dim, 0, self.size * self.length)
 
-    @staticmethod
-    def _repeated(x: Tensor, dim: int, count: int) -> Tensor:
-        missing = count - x.shape[dim]
-        if missing == 0:
-            return x
-        last = x.narrow(dim, x.shape[dim] - 1, 1)
-        return torch.cat([x, last.repeat_interleave(missing, dim)], dim)
+    def _rows(self, x: Tensor, dim: int, begin: int, count: int) -> Tensor:
+        if begin + count <= self.total:
+            return x.narrow(dim, begin, count)
+        places = torch.arange(begin, begin + count, device=x.device)
+        return x.index_select(dim, places.clamp(max=self.total - 1))
 
     def gathered(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return all tokens: ``[B, length, ...]`` becomes ``[B, S, ...]``."""
         dim %= x.dim()
-        everything: Tensor = all_gather(x, dim, self.name)
-        return everything.narrow(dim, 0, self.total)
-
-    def mean(self, x: Tensor) -> Tensor:
-        """Return the mean over the group of a loss that each rank computed from its own labels."""
-        loss: Tensor = group_mean(x, self.name)
-        return loss
+        everything: Tensor = all_gather(x, self.name)
+        return everything.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.total)
 
     @cached_property
     def own_positions(self) -> Tensor | None:
@@ -143,14 +130,6 @@ class UlyssesState:
         if self.positions is not None and own is self.own_positions:
             return self.positions
         return self.gathered(own, -1)
-
-    def check_exchanged(self) -> None:
-        """Raise ``ValueError`` if no attention saw the tokens of all ranks."""
-        if not self.calls:
-            raise ValueError(
-                f"{self.owner} shared its sequences, and no attention saw all tokens. Use the sdpa, flash or flex"
-                " attention of transformers (attn_implementation), or F.scaled_dot_product_attention."
-            )
 
 
 _current: ContextVar[UlyssesState | None] = ContextVar("ulysses", default=None)

@@ -186,7 +186,7 @@ def checked_lengths(labels: bool) -> list[tuple[bool, int]]:
         for tokens in (12, 37, 37, 100, 3000):
             x = ids(2, tokens)
             model(**({"input_ids": x, "labels": x} if labels else no_labels(x)))
-        model.eval()(**no_labels(ids(2, 3000)))
+        model.eval()(input_ids=ids(2, 3000), labels=ids(2, 3000))
     return found
 
 
