@@ -51,7 +51,6 @@ class Order(IntEnum):
     CHECKPOINT = auto()  # a block is recomputed in the backward pass, with all that follows
     SHARED = auto()  # a block whose sequence ranks share, in its recompute as well
     CALLER = auto()  # a model notes whether its caller wants a loss or a key-value cache
-    STATES = auto()  # layers with a state exchange tokens between ranks
     PARENT = auto()  # what is pending inside of a block is computed before the block returns
     HEAD = auto()  # a head defers its logits
     NEIGHBOR = auto()  # a norm or a projection runs in the tiles of the module next to it, a norm in its own

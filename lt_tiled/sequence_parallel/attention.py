@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -23,56 +23,77 @@ from lt_tiled.sequence_parallel.ulysses import UlyssesState, current
 
 
 class Replacement:
-    """A function that takes the place of another one in a table, or in a module, while it has users."""
+    """Takes the place of a function in a table, or in a module, while it has users.
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self.function = name, function
+    Args:
+        run: Gets the function that was there, and the arguments.
+        function: What was there.
+    """
+
+    def __init__(self, run: Callable[..., Any], function: Callable[..., Any]) -> None:
+        self.run, self.function = run, function
         self.users = 0
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what stands in for the function."""
-        raise NotImplementedError
+        return self.run(self.function, *args, **kwargs)
 
 
-class _Shared(Replacement):
-    """An attention function in the table of transformers, which attends to the tokens of all ranks in a shared pass."""
+def replace(table: Any, name: str, run: Callable[..., Any], undo: ExitStack) -> None:
+    """Replace a function of a table until ``undo`` is closed, by the last one of several users."""
+    function = table[name]
+    shared = function if isinstance(function, Replacement) else Replacement(run, function)
+    shared.users += 1
+    table[name] = shared
+    undo.callback(_restore, table, name, shared)
 
-    def run(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        state = current()
-        if state is None:
-            with attending():
-                return self.function(module, query, key, value, attention_mask, *args, **kwargs)
-        if kwargs.get("position_bias") is not None:
-            raise ValueError(
-                f"{state.owner} adds a position bias to attention, which sequence parallelism cannot cut: use a model"
-                " with other positions, or sequence_parallel=1."
-            )
-        mask = state.mask if isinstance(state.decoder_mask, Tensor) else attention_mask
-        if kwargs.get("position_ids") is not None:
-            kwargs["position_ids"] = state.positions
-        heads, sinks = query.shape[1], kwargs.get("s_aux")
-        lengths = list(state.documents) if mask is None and state.documents else [state.total]
 
-        def attention(q: Tensor, k: Tensor, v: Tensor, mine: HeadShard, *own_sinks: Tensor) -> Tensor:
-            part, options = _Grouped(module, q.shape[1] // k.shape[1]), kwargs
-            if own_sinks:
-                part.__dict__["sinks"] = own_sinks[0]  # where eager attention finds them
-                options = kwargs | {"s_aux": own_sinks[0]}
-            # Each document attends to itself alone.
-            own_mask, outputs = _mask_of(state, mask, mine.heads, heads), []
-            for own in zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2), strict=True):
-                outputs.append(self.function(part, *own, own_mask, *args, **options)[0])
-            out: Tensor = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-            return out.transpose(1, 2)
+def _restore(table: Any, name: str, shared: Replacement) -> None:
+    """Restore a function when its last user leaves, unless others replaced it since."""
+    shared.users -= 1
+    if shared.users == 0 and table.get(name) is shared:
+        del table[name]  # the table falls back to what is registered
+        if table.get(name) is not shared.function:
+            table[name] = shared.function
 
-        vectors = [] if sinks is None else [sinks]
-        return attend(state, query, key, value, attention, vectors).transpose(1, 2).contiguous(), None
+
+# In the interface of transformers
+
+
+def _interface(
+    function: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Run an attention function of transformers, which in a shared pass attends to the tokens of all ranks."""
+    state = current()
+    if state is None:
+        with attending():
+            return function(module, query, key, value, mask, *args, **kwargs)
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(
+            f"{state.owner} adds a position bias to attention, which sequence parallelism cannot cut: use a model with"
+            " other positions, or sequence_parallel=1."
+        )
+    # 1. What depends on all tokens.
+    whole_mask = state.mask if isinstance(state.decoder_mask, Tensor) else mask
+    if kwargs.get("position_ids") is not None:
+        kwargs["position_ids"] = state.positions
+    lengths = list(state.documents) if whole_mask is None and state.documents else [state.total]
+    heads, sinks = query.shape[1], kwargs.get("s_aux")
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mine: HeadShard, *own_sinks: Tensor) -> Tensor:
+        part, options = _Grouped(module, q.shape[1] // k.shape[1]), kwargs
+        if own_sinks:
+            part.__dict__["sinks"] = own_sinks[0]  # where eager attention finds them
+            options = kwargs | {"s_aux": own_sinks[0]}
+        # 2. Each document attends to itself alone.
+        own_mask, outputs = _mask_of(state, whole_mask, mine.heads, heads), []
+        for own in zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2), strict=True):
+            outputs.append(function(part, *own, own_mask, *args, **options)[0])
+        out: Tensor = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+        return out.transpose(1, 2)
+
+    vectors = [] if sinks is None else [sinks]
+    return attend(state, query, key, value, attention, vectors).transpose(1, 2).contiguous(), None
 
 
 class _Grouped:
@@ -106,27 +127,12 @@ def share_interface(modules: Sequence[nn.Module], undo: ExitStack) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
     for name in list(TABLE):
-        replace(TABLE, name, partial(_Shared, name), undo)
+        replace(TABLE, name, _interface, undo)
     for file in find_sinks(modules):
-        replace(file, _EAGER, partial(_Shared, "eager"), undo)
+        replace(file, _EAGER, _interface, undo)
 
 
-def replace(table: Any, name: str, kind: Callable[[Any], Replacement], undo: ExitStack) -> None:
-    """Replace a function of a table until ``undo`` is closed, by the last one of several users."""
-    function = table[name]
-    shared = function if isinstance(function, Replacement) else kind(function)
-    shared.users += 1
-    table[name] = shared
-    undo.callback(_restore, table, name, shared)
-
-
-def _restore(table: Any, name: str, shared: Replacement) -> None:
-    """Restore a function when its last user leaves, unless others replaced it since."""
-    shared.users -= 1
-    if shared.users == 0 and table.get(name) is shared:
-        del table[name]  # the table falls back to what is registered
-        if table.get(name) is not shared.function:
-            table[name] = shared.function
+# In hand-written models
 
 
 class AttentionMode(TorchFunctionMode):

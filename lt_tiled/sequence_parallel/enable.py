@@ -20,7 +20,7 @@ from lt_tiled.sequence_parallel.causal import DecoderPatch, SharedModel
 from lt_tiled.sequence_parallel.door import Door
 from lt_tiled.sequence_parallel.positions import RotaryPatch, find_rotary
 from lt_tiled.sequence_parallel.self_check import lengths_of
-from lt_tiled.sequence_parallel.states import MixerPatch, find_mixers, replace_functions
+from lt_tiled.sequence_parallel.states import replace_functions
 
 
 def enable(door: Door, undo: ExitStack) -> None:
@@ -28,8 +28,6 @@ def enable(door: Door, undo: ExitStack) -> None:
     caller, blocks = door.caller, door.blocks
     # 1. The blocks, and what mixes tokens inside of them.
     replace_functions(blocks, undo)
-    for path, module in find_mixers(blocks):
-        patch_until(undo, module, MixerPatch(path, module))
     for path, block in blocks:
         patch_until(undo, block, SharedBlock(door, path, block is blocks[0][1], block is blocks[-1][1]))
         patch_until(undo, block, BlockScope(door, path))

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.modules.find import walk
-from lt_tiled.modules.patch import Order, Patch
-from lt_tiled.sequence_parallel.attention import Replacement, replace
+from lt_tiled.sequence_parallel.attention import replace
 from lt_tiled.sequence_parallel.collectives import all_gather
 from lt_tiled.sequence_parallel.exchange import HeadShard, begin_exchange, over_heads
 from lt_tiled.sequence_parallel.ulysses import UlyssesState, current
@@ -50,22 +48,26 @@ RULES = {
 CONVOLUTION = "causal_conv1d_fn"
 FUSED = "mamba2_split_conv1d_scan_combined"
 """A kernel of a whole layer: where it returns ``None``, as without kernels, the layer calls the functions above."""
+PADDING = "apply_mask_to_padding_states"
+"""Takes the tokens of padding out of hidden states, by a mask ``[B, S]``."""
 _OF_CHANNELS = "mamba_selective_scan"
 """The rule of Mamba 1, whose state has no heads."""
 
 
-class SharedFunction(Replacement):
-    """A function in the module of a layer, which in a shared pass mixes the tokens of all ranks."""
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        state = current()
-        if state is None:
-            return self.function(*args, **kwargs)
-        if self.name == FUSED:
-            return None
-        if self.name == CONVOLUTION:
-            return convolved(state, self.function, *args, **kwargs)
-        return scanned(state, self.name, self.function, args, kwargs)
+def _mixed(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a function of a layer, which in a shared pass mixes the tokens of all ranks."""
+    state = current()
+    if state is None:
+        return function(*args, **kwargs)
+    if name == FUSED:
+        return None
+    if name == PADDING:
+        hidden, mask = args
+        is_whole = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == state.total
+        return function(hidden, state.own(mask) if is_whole else mask, **kwargs)
+    if name == CONVOLUTION:
+        return convolved(state, function, *args, **kwargs)
+    return scanned(state, name, function, args, kwargs)
 
 
 def scanned(state: UlyssesState, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
@@ -140,44 +142,6 @@ def convolved(
     return function(torch.cat([halo, x], -1), weight, *args, **kwargs)[..., count:]
 
 
-class MixerPatch(Patch):
-    """On a layer whose code calls such functions."""
-
-    order = Order.STATES
-
-    def __init__(self, path: str, module: nn.Module) -> None:
-        self.path, self.names = path, _names(module)
-
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state = current()
-        if state is None:
-            return self.inner(module, *args, **kwargs)
-        for name, value in kwargs.items():
-            padding = isinstance(value, Tensor) and value.dim() == 2 and value.shape[-1] == state.total
-            if padding and "mask" in name:
-                kwargs[name] = state.own(value, -1)
-        before = len(state.calls)
-        output = self.inner(module, *args, **kwargs)
-        missing = sorted(self.names.difference(state.calls[before:]))
-        if missing:
-            raise ValueError(
-                f"{self.path} ({type(module).__name__}) mixes tokens and did not call {' and '.join(missing)}, where"
-                " ranks exchange them: another kernel may take the place of the layer. Load the model without it"
-                " (use_kernels=False), or set sequence_parallel=1."
-            )
-        return output
-
-
-def find_mixers(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Return the layers in these modules that mix tokens by a state or a convolution."""
-    found = []
-    for block_path, block in modules:
-        for path, module in [(block_path, block), *walk(block, block_path)]:
-            if _names(module):
-                found.append((path, module))
-    return found
-
-
 def _names(module: nn.Module) -> frozenset[str]:
     """Return the functions that a layer calls in a shared pass, unless it calls one that cannot be shared too."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -185,12 +149,15 @@ def _names(module: nn.Module) -> frozenset[str]:
     return frozenset() if _OF_CHANNELS in names else names & {CONVOLUTION, *RULES}
 
 
-def replace_functions(modules: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
-    """Replace the functions that mix tokens by a state or a convolution in these modules, until ``undo`` is closed."""
+def replace_functions(blocks: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
+    """Replace the functions that mix tokens by a state or a convolution in blocks, until ``undo`` is closed."""
     replaced = set[tuple[int, str]]()
-    for _, module in find_mixers(modules):
+    for module in dict.fromkeys(part for _, block in blocks for part in block.modules()):
+        names = _names(module)
+        if not names:
+            continue
         table = inspect.unwrap(type(module).forward).__globals__
-        for name in [*sorted(_names(module)), FUSED]:
+        for name in [*sorted(names), PADDING, FUSED]:
             if name in table and (id(table), name) not in replaced:
                 replaced.add((id(table), name))
-                replace(table, name, partial(SharedFunction, name), undo)
+                replace(table, name, partial(_mixed, name), undo)

@@ -204,20 +204,16 @@ def with_a_kernel() -> str:
     """What a model says whose layer is replaced by a kernel."""
     model: Any = hybrid("qwen3_next")
     layer = model.model.layers[0].linear_attn
-    layer.forward = MethodType(lambda self, hidden_states, **_: hidden_states, layer)
-    with pytest.raises(ValueError, match="did not call") as raised, lt_tiled.prepare(model, sequence_parallel=2):
+    layer.forward = MethodType(lambda self, hidden_states, **_: hidden_states.cumsum(1), layer)
+    with pytest.raises(ValueError, match="has another") as raised, lt_tiled.prepare(model, sequence_parallel=2):
         model(**with_labels(ids(2, 37)))
     return str(raised.value)
 
 
 def test_kernel_of_a_layer(world: World) -> None:
-    """A layer whose functions are not called mixes the tokens of one rank, and is refused by name."""
+    """A layer whose functions are not called mixes the tokens of one rank, and is refused."""
     for message in world(with_a_kernel):
-        assert re.search(
-            r"layers.0.linear_attn \(Qwen3NextGatedDeltaNet\) mixes tokens and did not call causal_conv1d_fn and"
-            r" torch_chunk_gated_delta_rule.*use_kernels=False",
-            message,
-        )
+        assert re.search("model.layers.0 has another (output|gradient)", message)
 
 
 def test_too_few_heads(four_ranks: World) -> None:
