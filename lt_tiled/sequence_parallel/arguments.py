@@ -59,7 +59,7 @@ class Call:
         return call.changed(owner, total, first(self.tokens, 1), first, masks=True)
 
     def changed(
-        self, owner: str, total: int, tokens: Tensor, change: Callable[[Tensor, int], Tensor], masks: bool = False
+        self, owner: str, total: int, tokens: Any, change: Callable[[Tensor, int], Tensor], masks: bool = False
     ) -> Call:
         """Return the call for other ``tokens``, with a change of each other tensor of ``total`` tokens.
 

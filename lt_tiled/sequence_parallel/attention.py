@@ -61,23 +61,30 @@ def _restore(table: Any, name: str, shared: Replacement) -> None:
 
 
 def _interface(
-    function: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+    function: Any,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Run an attention function of transformers, which in a shared pass attends to the tokens of all ranks."""
     state = current()
     if state is None:
         with attending():
-            return function(module, query, key, value, mask, *args, **kwargs)
+            return function(module, query, key, value, attention_mask, *args, **kwargs)
     if kwargs.get("position_bias") is not None:
         raise ValueError(
             f"{state.owner} adds a position bias to attention, which sequence parallelism cannot cut: use a model with"
             " other positions, or sequence_parallel=1."
         )
     # 1. What depends on all tokens.
-    whole_mask = state.mask if isinstance(state.decoder_mask, Tensor) else mask
+    mask = state.mask if isinstance(state.decoder_mask, Tensor) else attention_mask
     if kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = state.positions
-    lengths = list(state.documents) if whole_mask is None and state.documents else [state.total]
+    lengths = list(state.documents) if mask is None and state.documents else [state.total]
     heads, sinks = query.shape[1], kwargs.get("s_aux")
 
     def attention(q: Tensor, k: Tensor, v: Tensor, mine: HeadShard, *own_sinks: Tensor) -> Tensor:
@@ -86,7 +93,7 @@ def _interface(
             part.__dict__["sinks"] = own_sinks[0]  # where eager attention finds them
             options = kwargs | {"s_aux": own_sinks[0]}
         # 2. Each document attends to itself alone.
-        own_mask, outputs = _mask_of(state, whole_mask, mine.heads, heads), []
+        own_mask, outputs = _mask_of(state, mask, mine.heads, heads), []
         for own in zip(q.split(lengths, 2), k.split(lengths, 2), v.split(lengths, 2), strict=True):
             outputs.append(function(part, *own, own_mask, *args, **options)[0])
         out: Tensor = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)

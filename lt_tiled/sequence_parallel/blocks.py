@@ -140,23 +140,14 @@ class SharedBlock(Patch):
 
     def _shared(self, state: UlyssesState, call: Call) -> Any:
         """Run a block on the rank's own tokens, of which the first block is given all and the others these."""
-        tokens = call.tokens
-        expected = state.total if self.first else state.length
         try:
-            if tokens is None or tokens.shape[1] != expected:
-                shape = None if tokens is None else list(tokens.shape)
-                raise ValueError(
-                    f"{self.name} was given an input of the shape {shape} where {state.size} ranks share"
-                    f" {state.total} tokens, and [B, {expected}, ...] is needed: code between the blocks may need all"
-                    " tokens. Name one module around it in SequenceParallel(targets=...)."
-                )
-            # A view would keep the tokens of all ranks alive.
-            own = state.own(tokens).clone() if self.first else tokens
+            own = call.tokens
+            if self.first and own is not None:
+                own = state.own(own).clone()  # a view would keep the tokens of all ranks alive
             local = call.changed(self.name, state.total, own, state.own)
             if (check := checking()) is not None:
                 check.note(local)
-            output = local.run(self.inner)
-            return self._returned(state, output)
+            return self._returned(state, local.run(self.inner))
         except BaseException:
             set_current(None)
             raise
