@@ -169,7 +169,10 @@ def test_graphs_of_any_use(gradients: Callable[[nn.Sequential, Tensor], list[Ten
 
 @pytest.mark.parametrize("keep", [None, "attention"])
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
-@pytest.mark.parametrize(("kind", "moment"), [(ArithmeticError, "forward"), (KeyboardInterrupt, "backward")])
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [(ArithmeticError, "forward"), (ArithmeticError, "backward"), (KeyboardInterrupt, "backward")],
+)
 def test_failed_steps_leave_nothing(
     keep: Any, offload: Any, kind: type[BaseException], moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
