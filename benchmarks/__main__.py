@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from benchmarks.alarms import alarms
+from benchmarks.checks import checks
 from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
 from benchmarks.engines import ROWS, engines
@@ -32,11 +34,10 @@ from benchmarks.experts import experts
 from benchmarks.host import host
 from benchmarks.longest import longest
 from benchmarks.loss import loss
-from benchmarks.offload import offload
 from benchmarks.peers import Peer, peers, roll_call
 from benchmarks.sequence_parallel import sequence_parallel
 from benchmarks.sheet import PACKAGES, Cell, Sheet, device_at_hand, machine, version_of
-from benchmarks.step_time import step_time
+from benchmarks.step_time import HERE, QUICK, step_time
 from lt_tiled._log import progress
 
 ROOT = Path(__file__).parents[1]
@@ -52,10 +53,9 @@ def main() -> None:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
-    parser.add_argument("--only", nargs="+", metavar="SECTION", help="of: " + ", ".join(sections(True, "", None, [])))
-    parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--only", nargs="+", metavar="SECTION", help="of: " + ", ".join(sections(True, "", [])))
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="where block inputs are offloaded to")
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--plot", metavar="FILE", help="draw the longest sequences")
     parser.add_argument("--write", action="store_true", help="write the tables into docs/")
     parser.add_argument(
         "--render", metavar="FILE", help="measure nothing, and write the tables of a file that --json wrote"
@@ -64,7 +64,7 @@ def main() -> None:
     if args.render:
         write_all(sheets_of(json.loads(Path(args.render).read_text())))
         return
-    chosen = sections(args.quick, args.directory, args.plot, peers())
+    chosen = sections(args.quick, args.directory, peers())
     if unknown := set(args.only or ()) - set(chosen):
         parser.error(f"--only {' '.join(sorted(unknown))}: the sections are {', '.join(chosen)}")
     logging.getLogger("lt_tiled").setLevel(logging.WARNING)  # the tables name the number of tiles
@@ -91,7 +91,7 @@ def _found(name: str, section: Section) -> list[Sheet]:
         return [sheet]
 
 
-def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]) -> dict[str, Section]:
+def sections(quick: bool, directory: str, everyone: list[Peer]) -> dict[str, Section]:
     """Return all benchmarks by name."""
     device = device_at_hand()
     rounds = 3 if quick else 9
@@ -107,12 +107,13 @@ def sections(quick: bool, directory: str, plot: str | None, everyone: list[Peer]
         "engines": lambda: engines(everyone, rows),
         "sequence_parallel": lambda: sequence_parallel(shared, (2,) if quick else (2, 4), rounds),
         "costs": lambda: costs(everyone, few if quick else Size()),
+        "alarms": lambda: alarms(5 if quick else 2000),
+        "checks": lambda: checks(QUICK if quick else HERE, rounds),
         "experts": experts,
         "step_time": lambda: step_time(everyone, device, rounds, quick),
         "host": lambda: host(everyone, 9 if quick else 25),
         "loss": lambda: loss(device, sizes, rounds=rounds),
-        "offload": lambda: offload(device, directory, rounds=rounds, tokens=1024 if quick else 4096),
-        "longest": lambda: longest(device, quick, directory, plot),
+        "longest": lambda: longest(device, quick, directory),
     }
 
 

@@ -81,24 +81,19 @@ ON_GPU = Room(
 )
 
 
-def longest(device: torch.device, quick: bool, directory: str, plot: str | None = None) -> list[Sheet]:
-    """One row for each rung; ``plot`` is a picture's file."""
+def longest(device: torch.device, quick: bool, directory: str) -> list[Sheet]:
+    """One row for each rung."""
     size = "gpu" if device.type == "cuda" else "quick" if quick else "here"
     room = ROOMS[size]
     if device.type == "cuda" and room.nbytes > 0.9 * torch.cuda.get_device_properties(device).total_memory:
         raise RuntimeError(f"this GPU has no room for {gib(room.nbytes)}")
-    layers = f"{room.model['num_hidden_layers']} layers of {room.model['hidden_size']}"
-    title = f"the longest sequence in {gib(room.nbytes)}: {layers}"
-    sheet = Sheet(
-        "longest", f"{title}, {room.model['vocab_size']} entries in the vocabulary", ["", "tokens", "relative to plain"]
-    )
+    title = f"the longest sequence in {gib(room.nbytes)}: {room.model['num_hidden_layers']} layers of a Llama"
+    sheet = Sheet("longest", title, ["", "tokens", "relative to plain"])
     sheet.notes = [f"Within {room.granule} tokens, {machine(device)}."]
     found: dict[str, int] = {}
     for rung in RUNGS:
         found[rung] = _find(rung, size, directory)
         sheet.add(rung, str(found[rung]), f"{found[rung] / max(found['plain'], 1):.1f}")
-    if plot is not None:
-        draw(found, title, plot)
     return [sheet]
 
 
@@ -187,24 +182,6 @@ def _limit(nbytes: int) -> None:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGESIZE") + nbytes, -1))
-
-
-def draw(found: dict[str, int], title: str, file: str) -> None:
-    """Bars, one for each rung."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 2.8), layout="constrained")
-    axes = figure.add_subplot()
-    names = list(found)[::-1]
-    bars = axes.barh(
-        names, [found[name] for name in names], color=["#1f6feb" if name != "plain" else "#8b949e" for name in names]
-    )
-    axes.bar_label(bars, [f" {found[name]:,} ({found[name] / found['plain']:.1f} x)" for name in names])
-    axes.set_title(title[0].upper() + title[1:], fontsize=11)
-    axes.set_xlabel("tokens")
-    axes.margins(x=0.2)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=150)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from benchmarks.__main__ import ROOT, record, sheets_of, write
+from benchmarks.alarms import CASES, train
+from benchmarks.checks import step_of
 from benchmarks.correctness import correctness, rounding
 from benchmarks.costs import Size, costs
 from benchmarks.experts import experts
@@ -83,6 +85,19 @@ def test_loss_is_right() -> None:
     sheet = errors(ways, CPU, 4)
     assert verdicts(sheet, "lt_tiled") == [True] * 7
     assert verdicts(sheet, "DeepSpeed")[2:4] == [False, False]
+
+
+def test_rounding_is_no_alarm() -> None:
+    """Recomputes that sum in another order are compared, and none is refused."""
+    refused, (_, units, _) = train(CASES["bfloat16 weights, 4 of 8 experts"], 3)
+    assert refused == 0
+    assert units > 0
+
+
+def test_steps_without_the_comparison() -> None:
+    """A step is timed with the comparison and without it."""
+    size = Size(tokens=32, hidden=64, intermediate=128, layers=1, shards=2)
+    assert min(step_of(size, tiled=True)(), step_of(size, tiled=True, compared=False)()) > 0
 
 
 def test_who_is_missing() -> None:
