@@ -21,7 +21,7 @@ from lt_tiled.recompute.mode import in_checkpoint, is_backward
 from lt_tiled.sequence_parallel.agreement import check_same_batch, check_same_block
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.door import Door
-from lt_tiled.sequence_parallel.exchange import in_block, own_checkpointing
+from lt_tiled.sequence_parallel.exchange import in_block, refuse_checkpoint
 from lt_tiled.sequence_parallel.self_check import Checked, checking
 from lt_tiled.sequence_parallel.ulysses import UlyssesState, current, entered, pack_hook, set_current
 
@@ -90,7 +90,9 @@ class SharedBlock(Patch):
         call, state, check = Call(module, args, kwargs), current(), checking()
         if state is None and check is not None and check.whole and call.tokens is not None:
             return check.block(self.name, call, self.inner)
-        self._refuse_own_checkpointing(state)
+        if not (self.first and self.last):  # a block alone begins another pass in a recompute
+            inside = state is not None and in_checkpoint() and pack_hook() is not state.hooks
+            refuse_checkpoint(self.door.owner, inside or (state is None and is_backward()))
         if state is not None and state.decoder_mask is not None:  # a causal model is shared up to its loss
             if check is not None:
                 check.note(call)
@@ -98,15 +100,6 @@ class SharedBlock(Patch):
         if self.first:
             return self._first(call, state)
         return call.run(self.inner) if state is None else self._shared(state, call)
-
-    def _refuse_own_checkpointing(self, state: UlyssesState | None) -> None:
-        """Refuse checkpoints of the model's own around blocks, which forget the pass. A lone block begins another."""
-        if self.first and self.last:
-            return
-        around = None if state is None else state.hooks
-        inside = state is not None and in_checkpoint() and pack_hook() is not around
-        if inside or (state is None and is_backward()):
-            raise own_checkpointing(self.door.owner, "around its blocks")
 
     def _first(self, call: Call, before: UlyssesState | None) -> Any:
         """Begin a shared pass with the tokens of the first block's input, unless a cache is filled."""

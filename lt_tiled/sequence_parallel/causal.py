@@ -50,8 +50,7 @@ class SharedModel(Patch):
             to_loss = self._is_shared_to_loss(call)
             refuse_outputs(door.owner, call, to_loss)
             call = without_unused_cache(call) if trains else call
-        # Ranks may generate apart.
-        if trains or door.hand_written:
+        if (trains or door.hand_written) and not is_partial(call):  # ranks may generate apart
             tokens = call.tokens
             total = 0 if tokens is None or tokens.dim() > 3 else tokens.shape[1]
             self.checked.run(call, self._decoded if to_loss else self._run, total)
@@ -68,16 +67,12 @@ class SharedModel(Patch):
         if not computes_loss(call):
             return False
         model: Any = call.module
-        if self.door.mode is not None:
-            because = "it gives masks to torch's attention itself"
-        elif not self.rotary:
-            because = "it has no rotary position embeddings"
-        elif model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
-            because = "the noise of its embeddings (neftune_noise_alpha) depends on the sequence length"
-        else:
+        noise = model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None)
+        if self.rotary and self.door.mode is None and not noise:
             return True
         inform(
-            f"{self.door.owner} computes what is before and behind its blocks for all tokens on each rank: {because}",
+            f"{self.door.owner} computes what is before and behind its blocks for all tokens on each rank: it has no"
+            " rotary position embeddings, its embeddings have noise, or it calls torch's attention itself",
             once=f"all tokens {self.door.owner}",
         )
         return False
@@ -198,18 +193,13 @@ def shared_loss(state: UlyssesState, call: Call) -> Iterator[None]:
 
     Each rank divides by the mean of the ranks' counts of labels: see NOTE [Sequence parallelism].
     """
-    model, labels, tokens = cast(Any, call.module), call.arguments["labels"], call.tokens
-    assert tokens is not None
-    if labels.shape != tokens.shape[:2]:
-        raise ValueError(
-            f"labels have the shape {list(labels.shape)} and must have that of the tokens, {list(tokens.shape[:2])}."
-        )
+    model = cast(Any, call.module)
     function, calls = model.loss_function, 0
     default = inspect.signature(function).parameters.get("ignore_index")
     ignored = call.arguments.get("ignore_index", -100 if default is None else default.default)
     targets = call.arguments.get("shift_labels")
     if targets is None:
-        targets = shifted(labels, ignored)
+        targets = shifted(call.arguments["labels"], ignored)
     # Tokens that repeat the last one have no label.
     own = state.own(targets).clone()
     own[:, state.count :] = ignored

@@ -46,20 +46,20 @@ def begin_exchange(state: UlyssesState, function: str, tensor: Tensor) -> None:
         ValueError: If a checkpoint inside of the block would recompute it, or the ranks are in different blocks.
     """
     name, hook = _block.get()
-    if in_checkpoint() and pack_hook() is not hook:
-        raise own_checkpointing(state.owner, "inside of its blocks, around attention")
+    refuse_checkpoint(state.owner, in_checkpoint() and pack_hook() is not hook)
     if not is_backward():  # a recompute repeats what the ranks agreed on
         check_same_block(state.owner, state.group, f"{function} in {name}", tensor)
     state.calls.append(function)
 
 
-def own_checkpointing(owner: str, where: str) -> ValueError:
-    """Return the error for activation checkpointing whose recompute would be outside of the shared pass."""
-    return ValueError(
-        f"{owner} uses activation checkpointing {where}. With sequence parallelism its recompute would see the tokens"
-        " of one rank. Use lt_tiled's activation checkpointing (activation_checkpointing=True) in place of"
-        " gradient_checkpointing_enable() or torch's checkpoint."
-    )
+def refuse_checkpoint(owner: str, found: bool) -> None:
+    """Raise ``ValueError`` if a checkpoint was found that is not lt_tiled's: its recompute forgets the shared pass."""
+    if found:
+        raise ValueError(
+            f"{owner} has activation checkpointing of its own in its blocks or around them. With sequence parallelism"
+            " its recompute would see the tokens of one rank. Use lt_tiled's (activation_checkpointing=True) in place"
+            " of gradient_checkpointing_enable() or torch's checkpoint."
+        )
 
 
 # Which rank computes which heads
