@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, Tiling
-from lt_tiled.sequence_parallel.groups import Groups
-from tests.sequence_parallel.models import CASES, HeadsOnly, causal, gpt
-from tests.sequence_parallel.runs import Counts, collectives, errors, reads, step, twice, value_of, worst
+from tests.sequence_parallel.models import CASES, gpt
+from tests.sequence_parallel.runs import collectives, errors, reads, step, twice, worst
 from tests.world import World
 
 LAYERS = 3
@@ -53,132 +47,6 @@ def test_attention_runs(keep: Any, count: int, four_ranks: World) -> None:
     """Where attention is kept, it is not computed in the recompute."""
     for found in four_ranks(collectives, LAYERS, keep, True):
         assert found["attention"] == count * LAYERS
-
-
-@pytest.mark.parametrize("name", ["llama", "hand-written"])
-def test_one_rank(name: str) -> None:
-    """One rank alone keeps attention: the same gradients without a second run of it in the recompute."""
-    model, inputs, found = CASES[name].build(), CASES[name].inputs(), {}
-    keeps: list[Any] = [None, "attention"]
-    for keep in keeps:
-        model.zero_grad(set_to_none=True)
-        policy = ActivationCheckpointing(keep=keep)
-        with lt_tiled.prepare(model, activation_checkpointing=policy), Counts() as counts:
-            value_of(model(**inputs)).backward()
-        gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
-        found[keep] = counts.found["attention"], gradients
-    assert [count for count, _ in found.values()] == [2 * 2, 2]
-    torch.testing.assert_close(found["attention"][1], found[None][1])
-
-
-def test_dropout() -> None:
-    """Dropout behind attention that is not computed again has the mask of the forward pass."""
-    model, inputs = causal("gpt2", resid_pdrop=0.3, attn_pdrop=0.3)(), CASES["llama"].inputs()
-    found = []
-    for policy in (None, ActivationCheckpointing(keep="attention")):
-        torch.manual_seed(0)
-        with lt_tiled.prepare(model, activation_checkpointing=policy) if policy else nullcontext():
-            value_of(model(**inputs)).backward()
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-        model.zero_grad()
-    torch.testing.assert_close(*found)
-
-
-class LearnedBias(HeadsOnly):
-    """Attention with a learned bias, which is its mask, and a learned temperature, which its function reads."""
-
-    def __init__(self) -> None:
-        super().__init__(32, 4)
-        self.bias, self.temperature = nn.Parameter(torch.randn(4, 64)), nn.Parameter(torch.ones(()))
-        attention = lt_tiled.shared_attention(self.attend)
-        for block in self.blocks:
-            block.attention = attention
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        scores = query @ key.mT * self.temperature + mask[..., : query.shape[1], :, :].mean(-3, keepdim=True)
-        return scores.softmax(-1) @ value
-
-    def forward(self, x: Tensor) -> Tensor:
-        distance = (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).abs()
-        mask = self.bias[:, distance].mean(0, keepdim=True)
-        for block in self.blocks:
-            x = block(x, mask)
-        return x
-
-
-def error_of_learned_bias(size: int, keep: Any) -> float:
-    torch.manual_seed(0)
-    model, x = LearnedBias().double(), {"x": torch.randn(2, 13, 32, dtype=torch.float64)}
-    reference, group = copy.deepcopy(model), Groups.of_size(size).group
-    for block in reference.blocks:
-        block.attention = lt_tiled.shared_attention(reference.attend)
-    for name in ("bias", "temperature"):
-        assert getattr(model, name) is not getattr(reference, name)
-    true = step(reference, x)
-    policies = {"activation_checkpointing": ActivationCheckpointing(keep=keep), "sequence_parallel": size}
-    with lt_tiled.prepare(model, group=group, **policies):
-        return worst(step(model, x), true)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_learned_bias(size: int, world: World) -> None:
-    """What attention reads besides its inputs has its gradient."""
-    for error in world(error_of_learned_bias, size, "attention"):
-        assert error < 1e-12
-
-
-class ComplexRope(HeadsOnly):
-    """Rotates queries inside of its attention, by way of complex numbers with learned frequencies."""
-
-    def __init__(self) -> None:
-        super().__init__(32, 4)
-        self.turn = nn.Parameter(torch.randn(4))
-        for block in self.blocks:
-            block.attention = lt_tiled.shared_attention(self.attend)
-
-    @staticmethod
-    def attend(query: Tensor, key: Tensor, value: Tensor, turn: Tensor) -> Tensor:
-        turned = torch.view_as_complex(query.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(
-            torch.ones_like(turn), turn
-        )
-        return F.scaled_dot_product_attention(torch.view_as_real(turned).flatten(-2), key, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, self.turn)
-        return x
-
-
-def test_complex_views() -> None:
-    """Attention of a view of complex numbers has the gradients of no recompute."""
-    torch.manual_seed(0)
-    model, x = ComplexRope().double(), torch.randn(2, 13, 32, dtype=torch.float64)
-    true = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    with lt_tiled.prepare(model, activation_checkpointing=ActivationCheckpointing(keep="attention")):
-        found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    torch.testing.assert_close(found, true)
-
-
-class NoAttention(nn.Module):
-    """Blocks without attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_nothing_to_keep(caplog: pytest.LogCaptureFixture) -> None:
-    """A block without attention is recomputed, and one line says so."""
-    caplog.set_level("INFO")
-    policy = ActivationCheckpointing(keep="attention", targets=["blocks.*"])
-    with lt_tiled.prepare(model := NoAttention(), activation_checkpointing=policy):
-        model(torch.randn(1, 4, 8)).sum().backward()
-    assert caplog.text.count("blocks.0 (Sequential): nothing was kept, so all of it is recomputed") == 1
 
 
 def frozen_below() -> float:
