@@ -72,7 +72,9 @@ class BlockOffload:
         # Sparse, nested and quantized tensors stay where they are.
         chosen = _hidden_states([t for t in tensors if movable(t)])
         # A tensor without a grad_fn may be a view of a weight (detached, transposed).
-        weights = {storage_key(p) for p in self.model.parameters()} if any(t.grad_fn is None for t in chosen) else set()
+        weights: set[int | None] = set()
+        if any(t.grad_fn is None for t in chosen):
+            weights.update(storage_key(p) for p in self.model.parameters())
         views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -153,7 +155,8 @@ class BlockCall:
         # Torch ends a recompute by an exception, as soon as it has all that the forward pass saved.
         self.stops_early = torch.utils.checkpoint._enable_checkpoint_early_stop is not False
         device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-        self.carried, self.precision = Carried(), Precision.now(device)
+        self.precision = Precision.now(device)
+        self.carried = Carried()
         self.buffers = Buffers(module.modules())
         self.fingerprints = BlockFingerprints(patch.name, patch.raises, hidden, patch.history, self.buffers.ids)
         self.kept: KeepMode | None = None

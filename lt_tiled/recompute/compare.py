@@ -175,7 +175,9 @@ class TileFingerprints:
     """
 
     def __init__(self, name: str, tiles: int, autocast: torch.dtype | None, raises: bool = True) -> None:
-        self.name, self.rows, self.raises = name, ROWS // tiles + 1, raises
+        self.name = name
+        self.rows = ROWS // tiles + 1
+        self.raises = raises
         self.eps = 0.0 if autocast is None else EPS[autocast]
         self.tiles: list[Tensor] = []
         self.weight: list[Tensor] = []

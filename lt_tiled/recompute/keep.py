@@ -67,8 +67,10 @@ class KeepMode(TorchDispatchMode):
 
     def __init__(self, chooses: Chooses, finds_attention: bool, device: torch.device, store: Any = None) -> None:
         super().__init__()
-        self.chooses, self.finds_attention = chooses, finds_attention
-        self.device, self.store = device, store
+        self.chooses = chooses
+        self.finds_attention = finds_attention
+        self.device = device
+        self.store = store
         self.values: dict[Any, KeptOutput] = {}
         """By the operator and the number of its call."""
         self.is_on = False
@@ -120,7 +122,9 @@ class KeepMode(TorchDispatchMode):
         self._calls[func] += 1
         if self._recorded:
             kept = self.values.get(place)
-            return func(*args, **kwargs) if kept is None else self._unpack(kept)
+            if kept is not None:
+                return self._unpack(kept)
+            return func(*args, **kwargs)
         output = func(*args, **kwargs)
         context = SelectiveCheckpointContext(is_recompute=False)
         context.op_output = output  # torch 2.11 has no argument for it

@@ -35,7 +35,9 @@ class RandomState:
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
         """Return the current states."""
-        accelerator = None if device.type in ("cpu", "meta") else torch.get_device_module(device).get_rng_state(device)
+        accelerator = None
+        if device.type not in ("cpu", "meta"):
+            accelerator = torch.get_device_module(device).get_rng_state(device)
         return cls(device, torch.get_rng_state(), accelerator)
 
     def set(self) -> None:

@@ -57,7 +57,10 @@ class BlockFingerprints:
     def __init__(
         self, name: str, raises: bool, hidden: Tensor | None, history: BlockHistory, buffers: Collection[int]
     ) -> None:
-        self.name, self.raises, self.history, self.buffers = name, raises, history, buffers
+        self.name = name
+        self.raises = raises
+        self.history = history
+        self.buffers = buffers
         self.task = torch._C._current_graph_task_id()
         """The backward pass in which the forward pass runs, if it is part of another recompute."""
         self.tokens: tuple[int, ...] = ()
@@ -113,17 +116,19 @@ class BlockFingerprints:
         """Return the kind of a tensor, if it can be compared."""
         if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or id(tensor) in self.buffers:
             return None
-        shape, is_float = tensor.shape, tensor.dtype in EPS
+        # 1. Floats and flags have fingerprints; indices and seeds show in what is computed with them.
+        shape = tensor.shape
+        is_float = tensor.dtype in EPS
         if not is_float and tensor.dtype is not torch.bool:
             return None
-        # Kernels of attention differ in the order of tokens and heads, and may see the tokens of other ranks.
+        # 2. Kernels of attention differ in the order of tokens and heads, and may see the tokens of other ranks.
         by_heads = len(shape) == 4 or (len(shape) == 3 and shape[0] in self.tokens)
         if is_float and tensor.requires_grad and by_heads and not _is_weight(tensor):
             return "heads"
-        # Weights may have as many rows by chance. Without a gradient are masks, and all that compiled code saves.
+        # 3. Weights may have as many rows by chance. Without a gradient are masks, and all that compiled code saves.
         if is_float and len(shape) > 1 and shape[-2] in self.tokens and not _is_weight(tensor):
             return "activation" if tensor.requires_grad else "mask"
-        # Attention's sums of exponentials, [B, heads, S], may have padding that nobody fills.
+        # 4. Attention's sums of exponentials, [B, heads, S], may have padding that nobody fills.
         if len(shape) == 3 and self.tokens:
             heads = self._chosen.get("heads")
             if 0 < shape[-1] - self.tokens[0] < 32 or (heads is not None and shape[:2] == heads[1].shape[:2]):
