@@ -23,7 +23,6 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import NothingFoundError, SimulationError
 from lt_tiled.modules.blocks import find_blocks
-from lt_tiled.modules.find import plain_name
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.offload.offloader import Offloader
@@ -41,7 +40,7 @@ _ACCUMULATES = 2**63
 
 @contextmanager
 def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
-    """Make all new tensors fake, and record them in a ledger. Errors name the module that is running."""
+    """Make all new tensors fake, and record them in a ledger."""
     with ExitStack() as stack:
         if find_spec("transformers") is not None:
             from transformers import masking_utils
@@ -58,7 +57,7 @@ def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
 
 
 class FakeLedger(Ledger):
-    """Records fake tensors with the part of the step that allocates them, and names the module in errors.
+    """Records fake tensors with the part of the step that allocates them.
 
     It follows modules by hooks, and in the backward pass by the numbers of autograd's nodes: the number of a node tells
     in which forward or recompute it was made, and so for which part it works. Autograd has no public name for the
@@ -67,18 +66,18 @@ class FakeLedger(Ledger):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.phase = "forward"
+        self.outside = "rest"
+        """The part of what runs in no block."""
         self.gathers_in_place = False
         """Whether FSDP gathers into the weights themselves, as ``FullyShardedDataParallel`` does."""
-        self._paths = {module: plain_name(path) for path, module in model.named_modules()}
         self._blocks = {block for _, block in find_blocks(model)}
         self._parts = {part: "attention" for block in self._blocks for part in block.modules()}
         with suppress(NothingFoundError):
             for target in find_tileable(model, Tiling(targets="mlp")):
                 for module in (target.module, *target.before, *target.after):
                     self._parts |= dict.fromkeys(module.modules(), "MLP")
-        self._past_blocks = False
-        self._stack: list[nn.Module | None] = []
+        self._stack: list[str | None] = []
+        """The parts of the modules that are running. One in no block, such as a loss, belongs to its caller."""
         self._numbers: list[int] = []
         self._noted: list[str] = []
 
@@ -90,7 +89,7 @@ class FakeLedger(Ledger):
 
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase."""
-        self.phase = phase
+        self.outside = "optimizer" if phase == "optimizer" else "rest"
         self._stack.clear()
         self._note()
 
@@ -100,11 +99,8 @@ class FakeLedger(Ledger):
             number = node._sequence_nr()
             index = bisect_right(self._numbers, number) - 1
             return self._noted[index] if 0 <= number < _ACCUMULATES and index >= 0 else "gradients"
-        if self._stack and self._stack[-1] in self._parts:
-            return self._parts[self._stack[-1]]
-        if self.phase == "optimizer":
-            return "optimizer"
-        return "loss" if self._past_blocks else "rest"
+        running = self._stack[-1] if self._stack else None
+        return running or self.outside
 
     def _note(self) -> None:
         """Assign the nodes that are made from now on to what is running now."""
@@ -113,8 +109,7 @@ class FakeLedger(Ledger):
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         above = self._stack[-1] if self._stack else None
-        # A module outside of the model, such as a loss, belongs to its caller.
-        self._stack.append(module if module in self._paths else above)
+        self._stack.append(self._parts.get(module, above))
         self._note()
         if module in self._blocks and get_patch(module, BlockPatch) is not None:
             self.name([t for t in args if isinstance(t, Tensor) and t.is_floating_point()], "block inputs")
@@ -122,7 +117,8 @@ class FakeLedger(Ledger):
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._stack:
             self._stack.pop()
-        self._past_blocks |= module in self._blocks
+        if module in self._blocks:
+            self.outside = "loss"
         self._note()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -137,10 +133,7 @@ class FakeLedger(Ledger):
         try:
             return func(*args, **kwargs)
         except _NEEDS_VALUES as error:
-            running = self._stack[-1] if self._stack else None
-            path = self._paths[running] if running is not None else ""
-            reason = "needs the values of tensors, which a simulation does not have"
-            raise SimulationError(f"{func} in {path or 'the training step'} {reason}.") from error
+            raise SimulationError(f"{func} needs the values of tensors, which a simulation does not have.") from error
 
 
 def fake_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:

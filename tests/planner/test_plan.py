@@ -181,7 +181,7 @@ class ByHand(LitTiny):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Peeking, r"aten._local_scalar_dense.default in net needs the values"),
+        (Peeking, r"aten._local_scalar_dense.default needs the values"),
         (Vectors, "no tensor with two or three dimensions"),
         (Doubled, "has 2 optimizers"),
         (ByHand, "returned NoneType and no loss"),
