@@ -45,11 +45,11 @@ def run_plan(
         seq: The sequence length; by default that of the data.
         memory: The memory of each device: bytes, or text such as ``"80GiB"``.
         devices: The number of ranks; by default that of the Trainer.
-        find: ``max-seq`` finds the longest sequence that fits, ``settings`` the fastest settings with which the
+        find: ``max-seq`` finds the longest sequence that fits, ``settings`` the cheapest settings with which the
             sequence length fits.
         output: With ``find``, a file for the result, for ``lt-tiled fit --config yours.yaml --config output.yaml``.
         plot: A plot (``.png``, ``.svg``, ``.pdf``) of memory over the step.
-        gpu: The GPU of the predicted speed, by which ``settings`` ranks.
+        gpu: The GPU of the predicted speed.
 
     Raises:
         ValueError: If an argument is not understood, or nothing fits.
@@ -66,7 +66,7 @@ def run_plan(
         elif find == "max-seq":
             found = longest(job, limit, tokens=seq, tell=tell)
         else:
-            found = cheapest(job, limit, seq or job.tokens, tell, gpu)
+            found = cheapest(job, limit, seq or job.tokens, tell)
     print(found.render(limit, gpu))
     if find is not None:
         text = yaml.safe_dump(settings_yaml(config, found, trainer.get("strategy")), sort_keys=False)

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from lt_tiled.errors import SimulationError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.namespaces import is_a
 from lt_tiled.planner.fake import FakeLedger
@@ -223,8 +222,6 @@ def mesh_of(engine: Engine) -> Iterator[DeviceMesh | None]:
     if not engine.name.startswith("fsdp"):
         yield None
         return
-    if dist.is_initialized():
-        raise SimulationError("A plan of FSDP makes a process group, and there is one: plan in another process.")
     dist.init_process_group("fake", rank=0, world_size=engine.ranks)
     try:
         yield init_device_mesh("cpu", (engine.ranks,))

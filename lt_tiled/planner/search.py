@@ -1,4 +1,4 @@
-"""Plans: what a simulated step takes, the longest sequence that fits, and the fastest settings with which one fits."""
+"""Plans: what a simulated step takes, the longest sequence that fits, and the cheapest settings with which one fits."""
 
 from __future__ import annotations
 
@@ -160,20 +160,18 @@ def longest(
     return low
 
 
-def cheapest(job: Job, memory: int, tokens: int, tell: Callable[[str], None] = nothing, gpu: GPU = "h100") -> Plan:
-    """Return the plan of :func:`ladder` with the shortest predicted step, of those that fit into ``memory`` bytes.
-
-    Of equally fast plans it is the first.
+def cheapest(job: Job, memory: int, tokens: int, tell: Callable[[str], None] = nothing) -> Plan:
+    """Return the plan of the first settings of :func:`ladder` that fit into ``memory`` bytes.
 
     Raises:
-        DoesNotFitError: If no settings fit.
+        DoesNotFitError: If none fit.
     """
     tried = list[Plan]()
     for settings in ladder(job):
         tell(describe(settings))
         tried.append(plan(job, tokens, settings))
-    if fitting := [found for found in tried if found.peak <= memory]:
-        return min(fitting, key=lambda found: found.speed(MACHINES[gpu]).seconds)
+        if tried[-1].peak <= memory:
+            return tried[-1]
     least = min(tried, key=lambda found: found.peak)
     raise DoesNotFitError(
         f"{tokens} tokens do not fit into {gib(memory)} with any settings: the least is {gib(least.peak)}, with"
@@ -182,14 +180,14 @@ def cheapest(job: Job, memory: int, tokens: int, tell: Callable[[str], None] = n
 
 
 def ladder(job: Job) -> list[Settings]:
-    """Return settings in the order of what they cost where all else is equal."""
+    """Return settings in the order of the time that they cost; tiles cost none, but for the host."""
     loss: LossShards | None = None
     with suppress(NothingFoundError):
         loss = "auto" if find_losses(job.module) else None
     plain = replace(job.settings, tiling=None, activation_checkpointing=None, loss=None)
     rungs = [plain] if loss is None else [plain, replace(plain, loss=loss)]
-    for tiling in (None, Tiling()):
-        for keep in ("attention", None):
+    for keep in ("attention", None):
+        for tiling in (None, Tiling()):
             policy = ActivationCheckpointing(keep=keep)
             rungs.append(replace(plain, loss=loss, tiling=tiling, activation_checkpointing=policy))
     for offload in ("cpu", "disk"):
