@@ -50,19 +50,24 @@ def _signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:
-    """Return the products of at most so many rows of ``[..., width]`` with random signs, in float32 or float64."""
-    flat = tensor.detach() if tensor.requires_grad else tensor
-    if flat.dim() != 2:
-        flat = flat.reshape(-1, flat.shape[-1] if flat.dim() > 1 else 1)  # [tokens, width]
-    count = flat.shape[0]
-    step = -(-count // rows)
+    """Return the products of about so many rows of ``[..., width]`` with random signs, in float32 or float64."""
+    some = tensor.detach() if tensor.requires_grad else tensor
+    if some.dim() < 2:
+        some = some.reshape(-1, 1)
+    # 1. Rows of the longest dimension, the last one among them, before anything is copied.
+    lead = some.shape[:-1]
+    step = -(-lead.numel() // rows)
     if step > 1:
-        flat = flat[(count - 1) % step :: step]  # the last token is among them
-    if flat.dtype != torch.float64:
-        flat = flat.float()
-    width = flat.shape[-1]
-    signs = _signs(1 << width.bit_length(), flat.dtype, tensor.device)  # of few sizes: masks are as wide as sequences
-    return torch.mv(flat, signs[:width])  # [rows]
+        dim = lead.index(max(lead))
+        step = min(step, lead[dim])
+        some = some[(slice(None),) * dim + (slice((lead[dim] - 1) % step, None, step),)]
+    # 2. Their products.
+    width = some.shape[-1]
+    some = some.reshape(-1, width)
+    if some.dtype != torch.float64:
+        some = some.float()
+    signs = _signs(1 << width.bit_length(), some.dtype, some.device)  # of few sizes: masks are as wide as sequences
+    return torch.mv(some, signs[:width])  # [rows]
 
 
 def rows_that_differ(before: Tensor, now: Tensor, eps: Tensor | float) -> Tensor:
