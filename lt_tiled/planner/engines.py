@@ -78,54 +78,35 @@ def _deepspeed(zero: dict[str, Any], ranks: int) -> Engine:
     return Engine(name, ranks, bucket, False, optimizer != "none", weights != "none", live=live)
 
 
-class EngineMemory:
-    """Records what an engine allocates on one rank. This base class records DDP's gradient buckets.
+def share_weights(engine: Engine, model: nn.Module, ledger: FakeLedger, mesh: DeviceMesh | None) -> None:
+    """Shard the weights of a model by torch's ``fully_shard``, or record DDP's gradient buckets.
 
-    The model has fake weights, and no optimizer yet.
+    FSDP2 is ``fully_shard``. ``FullyShardedDataParallel`` gathers in the same order, but into the flat weights
+    themselves, and frees the reduced gradients at once: what else ``fully_shard`` allocates for these is not counted.
     """
+    if engine.name == "ddp" and not engine.views:
+        ledger.hold(sum(p.nbytes for p in _trained(model)), "communication")
+    if mesh is None:
+        return
 
-    def __init__(self, engine: Engine, model: nn.Module, ledger: FakeLedger) -> None:
-        self.engine, self.model, self.ledger = engine, model, ledger
-        if engine.name == "ddp" and not engine.views:
-            ledger.hold(sum(p.nbytes for p in self.trained), "communication")
+    def name_gathered(*_: Any) -> None:
+        # Their storages keep the name when FSDP fills them again.
+        ledger.name([weight for weight in model.parameters() if not isinstance(weight, DTensor)], "gathered")
 
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        """The weights that get gradients."""
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    def replace_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer step on what the engine steps on."""
-
-    def begin(self, phase: str) -> None:
-        """Enter the forward, backward or optimizer phase."""
-
-    def stepped(self) -> None:
-        """Free what the engine frees after a step."""
+    ledger.gathers_in_place = engine.name == "fsdp"
+    policy = MixedPrecisionPolicy(param_dtype=engine.mixed)
+    for unit in (*[block for _, block in find_blocks(model)], model):
+        sharded: Any = fully_shard(unit, mesh=mesh, mp_policy=policy)
+        sharded.set_custom_all_gather(_Collective(ledger, "gathered"))
+        sharded.set_custom_reduce_scatter(_Collective(ledger, "communication"))
+        sharded.register_forward_pre_hook(name_gathered)
+    register_fsdp_forward_method(model, "training_step")
+    ledger.name([*model.parameters()], "weights")
 
 
-class FSDP(EngineMemory):
-    """Shards the model by torch's ``fully_shard`` on a process group that communicates nothing.
-
-    FSDP2 does that. ``FullyShardedDataParallel`` gathers in the same order, but into the flat weights themselves, and
-    frees the reduced gradients at once: what else ``fully_shard`` allocates for these is not counted.
-    """
-
-    def __init__(self, engine: Engine, model: nn.Module, ledger: FakeLedger, mesh: DeviceMesh) -> None:
-        super().__init__(engine, model, ledger)
-        ledger.gathers_in_place = engine.name == "fsdp"
-        policy = MixedPrecisionPolicy(param_dtype=engine.mixed)
-        for unit in (*[block for _, block in find_blocks(model)], model):
-            sharded: Any = fully_shard(unit, mesh=mesh, mp_policy=policy)
-            sharded.set_custom_all_gather(_Collective(ledger, "gathered"))
-            sharded.set_custom_reduce_scatter(_Collective(ledger, "communication"))
-            sharded.register_forward_pre_hook(self._name_gathered)
-        register_fsdp_forward_method(model, "training_step")
-        ledger.name([*model.parameters()], "weights")
-
-    def _name_gathered(self, *_: Any) -> None:
-        """Name the weights that are gathered now. Their storages keep the name when FSDP fills them again."""
-        self.ledger.name([weight for weight in self.model.parameters() if not isinstance(weight, DTensor)], "gathered")
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that get gradients."""
+    return [weight for weight in model.parameters() if weight.requires_grad]
 
 
 @dataclass
@@ -147,27 +128,24 @@ class _Collective:
                 self.ledger.drop(input_tensor)
 
 
-class Zero(EngineMemory):
+class Zero:
     """Records what DeepSpeed allocates: float32 copies of a rank's part of the weights, on which the optimizer steps.
 
     All sizes are closed formulas. ZeRO-1 and ZeRO-2 have a bucket in the backward pass, ZeRO-3 always. ZeRO-3 keeps
     ``live`` elements gathered, or the largest module whose weights are gathered together. Gradients leave the weights
-    of ZeRO-2 and ZeRO-3 as soon as they are summed.
+    of ZeRO-2 and ZeRO-3 as soon as they are summed. For other engines it does nothing.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module, ledger: FakeLedger) -> None:
-        super().__init__(engine, model, ledger)
+    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: FakeLedger) -> None:
+        self.engine, self.model, self.optimizer, self.ledger = engine, model, optimizer, ledger
+        self.bucket = engine.bucket * next(model.parameters()).itemsize
         self.until_step = ExitStack()
         """Releases what exists from the backward pass to the optimizer's step."""
-        self.bucket = engine.bucket * next(model.parameters()).itemsize
-
-    def replace_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        if self.engine.stage == 3:
+        if engine.stage == 3:
             self._shard_weights()
-        for weight in self.trained if self.engine.stage > 1 else ():
+        for weight in _trained(model) if engine.stage > 1 else ():
             weight.register_post_accumulate_grad_hook(self._reduce)
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if engine.stage else ():
             group["params"] = [self._master(p) for p in group["params"]]
 
     def _part(self, weights: Sequence[Tensor]) -> int:
@@ -184,7 +162,7 @@ class Zero(EngineMemory):
         if not self.engine.offload_weights:
             self.ledger.hold(self._part(weights), "weights")
         if not self.engine.offload_optimizer:
-            self.ledger.hold(self._part(self.trained), "gradients")
+            self.ledger.hold(self._part(_trained(self.model)), "gradients")
         self.ledger.hold(self.bucket, "communication")
         for weight in weights:
             self.ledger.drop(weight)
@@ -198,16 +176,19 @@ class Zero(EngineMemory):
         return master
 
     def begin(self, phase: str) -> None:
-        if phase == "backward" and self.engine.stage < 3:
+        """Enter the forward, backward or optimizer phase."""
+        if phase == "backward" and self.engine.stage in (1, 2):
             self.until_step.callback(self.ledger.hold(self.bucket, "communication"))
-        if phase == "optimizer":
+        if phase == "optimizer" and self.engine.stage:
             self.until_step.close()
             for master in () if self.engine.offload_optimizer else stepped_on(self.optimizer):
                 master.backward(torch.empty_like(master))
 
     def stepped(self) -> None:
-        self.optimizer.zero_grad()
-        self.model.zero_grad(set_to_none=True)
+        """Free the gradients, which DeepSpeed frees after a step."""
+        if self.engine.stage:
+            self.optimizer.zero_grad()
+            self.model.zero_grad(set_to_none=True)
 
     def _reduce(self, weight: Tensor) -> None:
         """Move the gradient of a weight to the bucket."""
@@ -227,10 +208,3 @@ def mesh_of(engine: Engine) -> Iterator[DeviceMesh | None]:
         yield init_device_mesh("cpu", (engine.ranks,))
     finally:
         dist.destroy_process_group()
-
-
-def memory_of(engine: Engine, model: nn.Module, ledger: FakeLedger, mesh: DeviceMesh | None) -> EngineMemory:
-    """Return what records the memory of an engine."""
-    if mesh is not None:
-        return FSDP(engine, model, ledger, mesh)
-    return Zero(engine, model, ledger) if engine.stage else EngineMemory(engine, model, ledger)

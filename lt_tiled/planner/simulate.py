@@ -21,7 +21,7 @@ from lt_tiled._log import quiet
 from lt_tiled._prepare import AppliesPolicies, Prepared
 from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import OffloadStats
-from lt_tiled.planner.engines import Engine, memory_of, mesh_of
+from lt_tiled.planner.engines import Engine, Zero, mesh_of, share_weights
 from lt_tiled.planner.fake import FakeLedger, fake_group, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
@@ -126,19 +126,19 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Simulat
         ledger.name([*module.parameters(), *module.buffers()], "weights")
         weights = sum(p.numel() for p in module.parameters())
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        memory = memory_of(engine, module, ledger, mesh)
+        share_weights(engine, module, ledger, mesh)
         prepared = stack.enter_context(_prepare(module, settings, ledger))
         optimizer = _optimizer_of(module, settings.gpu)
-        memory.replace_weights(optimizer)
+        zero = Zero(engine, module, optimizer, ledger)
         if not engine.offload_optimizer:
             _run_first_step(optimizer, ledger)
-        memory.stepped()
+        zero.stepped()
         stack.enter_context(first_two_tiles(ledger))
 
         def begin(phase: str) -> None:
             phases[phase] = ledger.clock + 1
             ledger.begin(phase)
-            memory.begin(phase)
+            zero.begin(phase)
 
         ledger.restart_peak()
         start, ledger.work = ledger.clock, Work()
@@ -157,7 +157,7 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Simulat
         begin("optimizer")
         if not engine.offload_optimizer:
             optimizer.step()
-        memory.stepped()
+        zero.stepped()
         moved = prepared.report().offloaded
         moments = (ledger.peak, ledger.peak_at, phases, ledger.clock)
         alive = tuple([a for a in ledger.allocations if a.died is None or a.died > start])
