@@ -57,11 +57,9 @@ SECONDS = 240.0
 """The longest that a model may take."""
 BEGIN, END = "<!-- sequence parallelism: begin -->\n", "<!-- sequence parallelism: end -->"
 CAUSES = {
-    "uses eager attention.* attn_implementation='([a-z0-9_]+)'": r"load it with `attn_implementation='\1'`",
-    "uses eager attention": "attention in its own code, or none",
-    "has another output|gives attention": "the self-check finds another result",
+    "no attention saw|cannot run on those": "attention in its own code, or none",
+    "has an?other": "the self-check finds another result",
     "adds a position bias": "a position bias in attention",
-    "layers of the kinds (.*?), which": r"layers of the kinds \1",
     "needs one list of blocks": "several lists of blocks, of which `targets` must name one",
 }
 """Patterns of messages, and what the table says of them."""

@@ -48,8 +48,7 @@ _RANDOM = ("drop", "noise", "jitter")
 _LENGTHS = "window|chunk|original_max_position|floor_scale|seq_length|seq_len|logn|log_n"
 """Parts of the names of lengths above which tokens see, or positions are, something else."""
 _REMEDY = (
-    "Use the sdpa, flash or flex attention of transformers, pass position_ids that the model reads, or name the modules"
-    " that are independent of this in SequenceParallel(targets=...)."
+    "Use sdpa, flash or flex attention, pass position_ids, or name other modules in SequenceParallel(targets=...)."
 )
 Run = Callable[[Call, bool], list[Tensor]]
 """Calls a module, shared or not, and returns what to compare, for all tokens."""
@@ -113,9 +112,8 @@ class Check:
         if error := _excess(found, true, _computes_in(self.module, true)):
             self.problems.append(
                 f"{name} has {what} when {self.door.size} ranks share the sequence (relative difference {error:.1e})."
-                " It may mix tokens in other code than an attention function of transformers or"
-                " F.scaled_dot_product_attention, or compute something, such as positions or a scale, from the number"
-                f" of tokens that it is given. {_REMEDY}"
+                " It mixes tokens outside of attention, or computes positions or a scale from the number of its"
+                f" tokens. {_REMEDY}"
             )
 
     def verdict(self) -> None:
@@ -206,9 +204,8 @@ def on_own_tokens(name: str) -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError | dist.DistError):
             raise
         raise ValueError(
-            f"{name} runs on all tokens, and cannot run on those of one rank ({error}). It may need all tokens between"
-            " its blocks, as features of images, read something of all tokens from an attribute, as positions, or have"
-            f" an attention function of its own. Pass a block what it reads as an argument. {_REMEDY}"
+            f"{name} runs on all tokens, and cannot run on those of one rank ({error}). Pass blocks what they read as"
+            f" arguments. {_REMEDY}"
         ) from error
 
 

@@ -253,7 +253,7 @@ class Clipped(Block):
 
 
 SEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "mean": (lambda: Pooled([0, 1, 2], Averaged).float(), "It may mix tokens in other code than an attention function"),
+    "mean": (lambda: Pooled([0, 1, 2], Averaged).float(), "It mixes tokens outside of attention"),
     "shift": (lambda: Pooled([0, 1, 2], ShiftsALittle).float(), "has another .* when 2 ranks share the sequence"),
     "in training": (lambda: Pooled([0, 1, 2], Normalized), "has another .* when 2 ranks share the sequence"),
     "depths": (lambda: Pooled([0, 1, 2], SomeTokens), "has another .* when 2 ranks share the sequence"),
@@ -261,11 +261,11 @@ SEEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "not finite": (lambda: Pooled([0, 1, 2], FailsOnFewTokens), "has another output when 2 ranks share the sequence"),
     "attribute": (
         lambda: Positioned().double(),
-        "from an attribute, as positions.* Pass a block what it reads as an argument",
+        "cannot run on those of one rank.* Pass blocks what they read as arguments",
     ),
     "positions": (
         positions_of_a_rank,
-        "has another .*compute something, such as positions",
+        "has another .*computes positions",
     ),
 }
 """What the self-check finds, and what it says."""

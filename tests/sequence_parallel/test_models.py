@@ -19,7 +19,9 @@ from tests.world import World
 
 _ENCODER = "is an encoder-decoder, .* use a decoder-only model"
 _BLOCKS = r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)"
-_CHECKED = r"(cannot run on those of one rank|has another (output|gradient)|no attention saw all tokens).* Use the sdpa"
+_CHECKED = (
+    r"(cannot run on those of one rank|has another (output|gradient)|no attention saw all tokens).* Use (the )?sdpa"
+)
 _SHAPES = "needs self-attention of all .* use another attention"
 _HEADS = "needs as many query heads .* use sequence_parallel=1 or less"
 REFUSED = {
