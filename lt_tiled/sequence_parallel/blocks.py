@@ -88,7 +88,7 @@ class SharedBlock(Patch):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call, state, check = Call(module, args, kwargs), current(), checking()
-        if state is None and check is not None and check.whole and call.tokens is not None:
+        if state is None and check is not None and check.whole:
             return check.block(self.name, call, self.inner)
         if not (self.first and self.last):  # a block alone begins another pass in a recompute
             inside = state is not None and in_checkpoint() and pack_hook() is not state.hooks

@@ -177,9 +177,9 @@ def checked_lengths(labels: bool) -> list[tuple[bool, int]]:
     model, found = causal("mistral", sliding_window=14, num_hidden_layers=1)(), []
     before = Checked._compared
 
-    def compared(checked: Checked, call: Any, run: Any, training: bool, cut: bool) -> Any:
+    def compared(checked: Checked, call: Any, run: Any, training: bool, *others: Any) -> Any:
         found.append((training, call.tokens.shape[1]))
-        return before(checked, call, run, training, cut)
+        return before(checked, call, run, training, *others)
 
     with pytest.MonkeyPatch.context() as patch, lt_tiled.prepare(model, sequence_parallel=2):
         patch.setattr(Checked, "_compared", compared)
