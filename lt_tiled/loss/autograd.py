@@ -181,7 +181,7 @@ class _LossCall:
             if prints is not None:
                 prints.take([logits])
             factor = factors[place] if factors is not None and any(wants) else None
-            losses[place] = self.tiles.kind.of(logits, self.labels[place], factor)
+            losses[place] = self.tiles.kind.of(logits, self.labels[place], factor).to(losses.dtype)
             # 4. The gradients of weights are added to their sums.
             part = None if factor is None else tile.backward(logits)
             if grad_hidden is not None and part is not None:
