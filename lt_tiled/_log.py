@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch.distributed as dist
@@ -50,19 +50,16 @@ def warn(message: str, *, once: str | None = None) -> None:
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Callable[[str], None]]:
-    """Show what is being done, and for how long, on the terminal of rank 0, and nowhere else.
-
-    The function that it gives tells what is next.
-    """
+def progress(title: str) -> Iterator[None]:
+    """Show what is being done, and for how long, on the terminal of rank 0, and nowhere else."""
     try:
         from rich.console import Console  # which lt_tiled also runs without
     except ModuleNotFoundError:
-        yield lambda text: None
+        yield
         return
     console = Console(stderr=True)
-    with console.status(title) if console.is_terminal and not _on_other_rank() else nullcontext() as status:
-        yield lambda text: None if status is None else status.update(f"{title}: {text}")
+    with console.status(title) if console.is_terminal and not _on_other_rank() else nullcontext():
+        yield
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lt_tiled._log import progress
 from lt_tiled.planner.job import make_job
 from lt_tiled.planner.picture import draw_step
 from lt_tiled.planner.search import Plan, cheapest, longest, plan
@@ -60,13 +59,12 @@ def run_plan(
     if find is not None and limit is None:
         raise ValueError(f"find={find!r} needs the memory of a device: pass --memory, such as --memory 80GiB.")
     job = make_job(model, datamodule, trainer, devices)
-    with progress("Planning") as tell:
-        if find is None or limit is None:
-            found = plan(job, seq)
-        elif find == "max-seq":
-            found = longest(job, limit, tokens=seq, tell=tell)
-        else:
-            found = cheapest(job, limit, seq or job.tokens, tell)
+    if find is None or limit is None:
+        found = plan(job, seq)
+    elif find == "max-seq":
+        found = longest(job, limit, tokens=seq)
+    else:
+        found = cheapest(job, limit, seq or job.tokens)
     print(found.render(limit, gpu))
     if find is not None:
         text = yaml.safe_dump(settings_yaml(config, found, trainer.get("strategy")), sort_keys=False)

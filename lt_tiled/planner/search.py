@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from lt_tiled._log import progress
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
 from lt_tiled.loss.transformers import find_losses
 from lt_tiled.memory import gib
@@ -14,7 +14,7 @@ from lt_tiled.planner.job import Job
 from lt_tiled.planner.simulate import STATE, Settings, Simulation
 from lt_tiled.planner.speed import GPU, MACHINES, Machine, Speed, predict
 from lt_tiled.policies import ActivationCheckpointing, LossShards, Tiling
-from lt_tiled.training_step.step import nothing, shape_of
+from lt_tiled.training_step.step import shape_of
 
 LIMIT = 2**27
 """The longest sequence of a search: if such a step fits, its memory hardly depends on the sequence length."""
@@ -107,8 +107,9 @@ def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) 
         SimulationError: If an operation needs values.
     """
     settings, length = settings or job.settings, tokens or job.tokens
-    name = type(job.module).__name__
-    return Plan(name, length, settings, job.simulate(tokens, settings), shape_of(job.batch)[0])
+    with progress(f"Planning {length} tokens, {describe(settings)}"):
+        simulation = job.simulate(tokens, settings)
+    return Plan(type(job.module).__name__, length, settings, simulation, shape_of(job.batch)[0])
 
 
 def longest(
@@ -117,7 +118,6 @@ def longest(
     settings: Settings | None = None,
     granule: int = 256,
     tokens: int | None = None,
-    tell: Callable[[str], None] = nothing,
 ) -> Plan:
     """Return the plan of the longest sequence whose step fits.
 
@@ -127,17 +127,11 @@ def longest(
         settings: By default those of the job.
         granule: The sequence length is a multiple of it.
         tokens: The first sequence length to try; by default that of the job.
-        tell: Is told what is tried.
 
     Raises:
         DoesNotFitError: If not even the shortest sequence fits.
     """
-
-    def planned(tokens: int) -> Plan:
-        tell(f"{tokens} tokens")
-        return plan(job, tokens, settings)
-
-    low = found = planned(granule)
+    low = plan(job, granule, settings)
     if low.peak > memory:
         raise DoesNotFitError(
             f"{granule} tokens already take {gib(low.peak)}, more than {gib(memory)}: use more memory or devices."
@@ -146,7 +140,7 @@ def longest(
     while high - low.tokens > (close := max(granule, int(CLOSE * low.tokens))):
         # A multiple of the granule between what fits and what does not.
         guess = min(max(guess, low.tokens + close), high - granule)
-        found = planned(int(guess) // granule * granule)
+        found = plan(job, int(guess) // granule * granule, settings)
         if found.peak <= memory:
             low = found
         else:
@@ -160,7 +154,7 @@ def longest(
     return low
 
 
-def cheapest(job: Job, memory: int, tokens: int, tell: Callable[[str], None] = nothing) -> Plan:
+def cheapest(job: Job, memory: int, tokens: int) -> Plan:
     """Return the plan of the first settings of :func:`ladder` that fit into ``memory`` bytes.
 
     Raises:
@@ -168,7 +162,6 @@ def cheapest(job: Job, memory: int, tokens: int, tell: Callable[[str], None] = n
     """
     tried = list[Plan]()
     for settings in ladder(job):
-        tell(describe(settings))
         tried.append(plan(job, tokens, settings))
         if tried[-1].peak <= memory:
             return tried[-1]
