@@ -102,7 +102,9 @@ class Check:
         """
         assert call.tokens is not None
         graph = self.gradients and call.tokens.is_floating_point()
-        with torch.enable_grad() if graph else nullcontext(), turned_off(call.module, BlockPatch):
+        gradients = torch.enable_grad() if graph else nullcontext()
+        # Both runs begin with the same statistics, as those of a norm.
+        with gradients, turned_off(call.module, BlockPatch), _as_it_was(call.module, call.module.training):
             x = call.tokens.detach().clone().requires_grad_(graph)
             output = call.with_tokens(x).run(inner)
             hidden = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))[:, :count]
@@ -113,7 +115,7 @@ class Check:
 
     def compare(self, name: str, what: str, found: Tensor, true: Tensor) -> None:
         """Note a problem if two tensors differ by more than rounding."""
-        if error := _excess(found, true, _computes_in(self.module, true)):
+        if error := _excess(found, true, self.module):
             self.problems.append(
                 f"{name} has {what} when {self.door.size} ranks share the sequence (relative difference {error:.1e})."
                 " It mixes tokens outside of attention, or computes positions or a scale from the number of its"
@@ -231,21 +233,14 @@ def _as_it_was(module: nn.Module, training: bool) -> Iterator[None]:
         state.put_back()
 
 
-def _computes_in(module: nn.Module, output: Tensor) -> torch.dtype:
-    """Return the dtype in which a module computes: the narrowest of the weights and the output."""
-    tensors = [output, *module.parameters()]
-    return min((t.dtype for t in tensors if t.is_floating_point()), key=lambda dtype: dtype.itemsize)
-
-
-def _excess(found: Tensor, true: Tensor, dtype: torch.dtype) -> float:
-    """Return the relative difference if it is above the tolerance, and 0 otherwise.
-
-    ``dtype`` is that in which the module computes: a float32 tensor of a module of 16 bits was upcast.
-    """
+def _excess(found: Tensor, true: Tensor, module: nn.Module) -> float:
+    """Return the relative difference of what a module computes if it is above the tolerance, and 0 otherwise."""
     same = (found == true) | (found.isnan() & true.isnan())  # infinite ones too
     difference = torch.where(same, 0.0, (found - true).double())
     error = float(difference.norm() / true.double().nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-30))
-    rounded = rounds_products() or torch.is_autocast_enabled(true.device.type) or dtype.itemsize < 4
+    # A float32 tensor of a module of 16 bits was upcast.
+    narrow = any(weight.is_floating_point() and weight.dtype.itemsize < 4 for weight in module.parameters())
+    rounded = narrow or rounds_products() or torch.is_autocast_enabled(true.device.type)
     tolerance = TF32 if rounded and true.dtype == torch.float32 else TOLERANCE.get(true.dtype, COARSE)
     return 0.0 if error <= tolerance else error
 

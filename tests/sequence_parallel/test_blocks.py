@@ -371,7 +371,7 @@ def test_noise_of_embeddings(world: World) -> None:
 
 
 class CountsCalls(Block):
-    """A block that counts its calls in a buffer."""
+    """A block that counts its calls in a buffer, and computes with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -379,7 +379,7 @@ class CountsCalls(Block):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         self.calls += 1
-        return super().forward(x, mask)
+        return super().forward(x, mask) * self.calls
 
 
 def counted() -> float:
