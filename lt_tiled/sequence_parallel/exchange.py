@@ -20,7 +20,6 @@ from lt_tiled.recompute.keep import attending
 from lt_tiled.recompute.mode import in_checkpoint, is_backward
 from lt_tiled.sequence_parallel.agreement import check_same_block
 from lt_tiled.sequence_parallel.collectives import all_to_all
-from lt_tiled.sequence_parallel.groups import check_heads
 from lt_tiled.sequence_parallel.ulysses import UlyssesState, entered, pack_hook
 
 # The block around an exchange
@@ -121,7 +120,11 @@ def over_heads(
     """
     begin_exchange(state, function, queries[0])
     heads = queries[0].shape[1]
-    check_heads(state.owner, state.size, heads)
+    if heads < state.size:
+        raise ValueError(
+            f"sequence_parallel={state.size} needs as many query heads (or heads of a state), and {state.owner} has"
+            f" {heads}: use sequence_parallel={heads} or less."
+        )
     shards = head_shards(heads, keys[0].shape[1], state.size)
     mine = shards[state.rank]
     sent = [_chosen(tensor, chain.from_iterable(shard.heads for shard in shards)) for tensor in queries]

@@ -61,15 +61,6 @@ def check_size(size: int, ranks: int) -> None:
         raise ValueError(f"sequence_parallel={size} does not divide the {ranks} ranks: choose one of {possible}.")
 
 
-def check_heads(owner: str, size: int, heads: int) -> None:
-    """Raise ``ValueError`` if there are fewer query heads, or heads of a state, than ranks."""
-    if heads < size:
-        raise ValueError(
-            f"sequence_parallel={size} needs as many query heads (or heads of a state), and {owner} has"
-            f" {heads}: use sequence_parallel={heads} or less."
-        )
-
-
 def group_of(wanted: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the group that shares sequences.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lt_tiled.sequence_parallel.arguments import Call
-from lt_tiled.sequence_parallel.positions import documents_of
 from lt_tiled.sequence_parallel.states import STATE_LAYERS
 
 MAX_MASK_BYTES = 2**30
@@ -36,10 +36,11 @@ def masks_of(owner: str, call: Call, tokens: Tensor) -> tuple[Any, tuple[int, ..
     plain = kinds - states - {"mlp", "moe"} <= {"full_attention"} if kinds else not any(windows)
     # 1. Documents that attend to themselves alone need no mask.
     if dense and plain and positions is not None and mask is None and batch == 1:
-        documents = documents_of(positions)
-        if len(documents) > 1:
+        starts = (positions[0].diff() != 1).nonzero().flatten().add(1).tolist()
+        if starts:
             if states:  # models look masks up by the kinds of their parts
                 kinds |= {"full_attention", "linear_attention"}
+            documents = tuple(high - low for low, high in pairwise([0, *starts, total]))
             return dict.fromkeys(kinds) if kinds else None, documents
     # 2. A dense mask grows with the square of the length. Causal attention without one is given none.
     nbytes = batch * total**2 * (model.dtype.itemsize if eager else 1)

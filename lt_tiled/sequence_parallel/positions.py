@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,12 +51,6 @@ def _own_rows(state: UlyssesState, table: Any) -> Any:
         if isinstance(table, Tensor) and table.dim() >= -dim and table.shape[dim] == state.total:
             return state.own(table, dim).clone()
     return table
-
-
-def documents_of(position_ids: Tensor) -> tuple[int, ...]:
-    """Return the lengths of the documents in a row ``[1, S]`` whose positions begin again with each."""
-    starts = (position_ids[0].diff() != 1).nonzero().flatten().add(1).tolist()
-    return tuple(high - low for low, high in pairwise([0, *starts, position_ids.shape[-1]]))
 
 
 def find_rotary(module: nn.Module) -> list[nn.Module]:

@@ -74,12 +74,6 @@ def scanned(state: UlyssesState, name: str, function: Callable[..., Any], args: 
     """Return what a function over all tokens returns for a rank's own, ``[B, S/n, H, D]`` in its dimensions."""
     rule = RULES[name]
     arguments = dict(zip(rule.dims, args, strict=False)) | kwargs
-    for initial in ("initial_state", "initial_states"):
-        if arguments.get(initial) is not None:
-            raise ValueError(
-                f"{state.owner} begins with a state of earlier tokens, which each rank would take for its own: pass"
-                " use_cache=False."
-            )
     names: dict[str, list[str]] = {"heads": [], "groups": [], "vector": []}
     for argument, belongs in rule.dims.items():
         if isinstance(arguments.get(argument), Tensor):
@@ -94,7 +88,7 @@ def scanned(state: UlyssesState, name: str, function: Callable[..., Any], args: 
         for argument, tensor in zip(dims, [*queries, *keys], strict=True):
             own[argument] = _by_tokens(tensor, dims[argument])
         found = function(*[own.pop(argument) for argument in positional], **own)
-        return _by_heads(_output(found))
+        return _by_heads(found[0] if isinstance(found, tuple) else found)
 
     queries = [_by_heads(arguments[argument]) for argument in names["heads"]]
     keys = [_by_heads(arguments[argument]) for argument in names["groups"]]
@@ -102,12 +96,6 @@ def scanned(state: UlyssesState, name: str, function: Callable[..., Any], args: 
     output = over_heads(state, name, queries, keys, vectors, compute)
     output = _by_tokens(output, 4).contiguous()  # models may call view on it
     return (output, None) if rule.with_state else output
-
-
-def _output(found: Any) -> Tensor:
-    """Return what a rule computed, without the last state that some return beside it."""
-    output: Tensor = found[0] if isinstance(found, tuple) else found
-    return output
 
 
 def _by_heads(tensor: Tensor) -> Tensor:
