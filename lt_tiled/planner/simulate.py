@@ -198,17 +198,15 @@ def first_two_tiles(ledger: Ledger) -> Iterator[None]:
     """
 
     def run(rows: Iterable[Any]) -> Iterator[Any]:
-        seen = dict[str, int]()
-        work = dict[str, Work]()
+        works = dict[str, list[Work]]()
         for row in rows:
-            size = str([_length(leaf) for leaf in tree_leaves(row)])
-            seen[size] = seen.get(size, 0) + 1
-            if seen[size] > 2:
-                ledger.work += work[size]
+            alike = works.setdefault(str([_length(leaf) for leaf in tree_leaves(row)]), [])
+            if len(alike) == 2:
+                ledger.work += alike[1]
                 continue
             before, ledger.work = ledger.work, Work()
             yield row
-            work[size] = ledger.work
+            alike.append(ledger.work)
             ledger.work += before
 
     token = tiles_to_run.set(run)
