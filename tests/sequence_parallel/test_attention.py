@@ -148,23 +148,6 @@ def test_own_attention_that_is_not_shared(four_ranks: World) -> None:
         four_ranks(errors_of_own_attention, False)
 
 
-def functions_after_two_models() -> list[bool]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
-
-    before = dict(TABLE)
-    first, second = (lt_tiled.prepare(causal("llama")(), sequence_parallel=4) for _ in range(2))
-    states = [dict(TABLE) == before]
-    for prepared in (first, second):
-        prepared.release()
-        states.append(dict(TABLE) == before)
-    return states
-
-
-def test_functions_are_restored(four_ranks: World) -> None:
-    """The table of attention functions is as before when the last of two models is released, in any order."""
-    assert four_ranks(functions_after_two_models) == [[False, False, True]] * 4
-
-
 class LocalMask(GPT):
     """Cuts the mask to the tokens that a block is given."""
 

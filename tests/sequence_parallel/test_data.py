@@ -23,8 +23,8 @@ from lt_tiled.lm import CausalLM, TextFiles
 from tests.engines.cells import strategy
 from tests.lit import trainer
 from tests.parity import near, rounding
-from tests.sequence_parallel.models import GPT, VOCAB, H, causal, ids
-from tests.sequence_parallel.test_engines import MODELS, Lit, batches, error, loss_and_logits
+from tests.sequence_parallel.models import GPT, VOCAB, H, ids
+from tests.sequence_parallel.test_engines import MODELS, Lit, batches, error
 from tests.world import World, world_of
 
 LLAMA = {
@@ -277,30 +277,6 @@ def test_options(name: str, world: World) -> None:
         assert found[0] == near(losses)
         assert found[1] == near(logged)
         assert error(found[2] - before, weights - before) < 1e-5
-
-
-def no_sync() -> Tensor:
-    """The gradient of two micro-batches, the first of which is not reduced."""
-    chosen = strategy(lt_tiled.fabric, "ddp", sequence_parallel=2)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=chosen)
-    fabric.launch()
-    net = causal("llama")().float()
-    model = fabric.setup_module(net)
-    for index, x in enumerate(batches(2)):
-        with fabric.no_backward_sync(model, enabled=index == 0):
-            fabric.backward(loss_and_logits("llama", model, x))
-    chosen.release()
-    return torch.cat([p.grad.flatten() for p in net.parameters()])
-
-
-def test_no_sync(world: World) -> None:
-    """Gradients that ``no_backward_sync`` keeps on each rank are reduced with the next ones."""
-    net = causal("llama")().float()
-    for x in batches(2):
-        loss_and_logits("llama", net, x).backward()
-    true = torch.cat([p.grad.flatten() for p in net.parameters()])
-    for found in world(no_sync):
-        assert error(found, true) < rounding()
 
 
 # Checkpoints

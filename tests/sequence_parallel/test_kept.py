@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-import lt_tiled
 from lt_tiled import ActivationCheckpointing, Tiling
-from tests.sequence_parallel.models import CASES, gpt
-from tests.sequence_parallel.runs import collectives, errors, reads, step, twice, worst
+from tests.sequence_parallel.models import CASES
+from tests.sequence_parallel.runs import collectives, errors, reads, twice
 from tests.world import World
 
 LAYERS = 3
@@ -47,24 +46,6 @@ def test_attention_runs(keep: Any, count: int, four_ranks: World) -> None:
     """Where attention is kept, it is not computed in the recompute."""
     for found in four_ranks(collectives, LAYERS, keep, True):
         assert found["attention"] == count * LAYERS
-
-
-def frozen_below() -> float:
-    """The error of the gradients of a second block behind a frozen one."""
-    model, found = gpt()(), []
-    for part in (model.embed, model.positions, model.blocks[0]):
-        part.requires_grad_(False)
-    kept = {"activation_checkpointing": ActivationCheckpointing(keep="attention"), "sequence_parallel": 2}
-    for policies in ({"activation_checkpointing": True}, kept):
-        with lt_tiled.prepare(model, **policies):
-            found.append(step(model, CASES["llama"].inputs()))
-    return worst(found[1], found[0])
-
-
-def test_frozen_blocks(world: World) -> None:
-    """Attention without gradients, as in frozen blocks, is not kept; the others have theirs."""
-    for error in world(frozen_below):
-        assert error < 1e-12
 
 
 @pytest.mark.table("packed|hand-written")

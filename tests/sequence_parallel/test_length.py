@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lt_tiled
@@ -236,24 +235,3 @@ def test_scale_of_the_length(tokens: int, world: World) -> None:
     for error, _, message in world(log_scaled, tokens):
         assert ("when 2 ranks share the sequence" in message) == (tokens > 64)
         assert error < 1e-12
-
-
-class InFloat32(Block):
-    """A block whose MLP computes in float32, whatever it is given."""
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.norm1(x), mask)
-        mlp, hidden = self.mlp, self.norm2(x).float()
-        gate, up = (F.linear(hidden, linear.weight.float()) for linear in (mlp.gate, mlp.up))
-        return x + F.linear(F.silu(gate) * up, mlp.down.weight.float()).to(x.dtype)
-
-
-def in_float32() -> tuple[float, int, str]:
-    return against_whole(Pooled([0, 1, 2], InFloat32), {"input_ids": ids(2, 37)})
-
-
-def test_float32_inside_of_float64(world: World) -> None:
-    """The self-check allows for the rounding of models that compute a part in float32."""
-    for error, _, message in world(in_float32):
-        assert message == ""
-        assert error < 3e-7

@@ -80,26 +80,6 @@ def test_refused(name: str, world: World) -> None:
         assert re.search(REFUSED[name], message)
 
 
-def padded_encoder(padded: bool) -> tuple[float, int, str]:
-    """BERT on rows of unequal length, or on whole ones."""
-    model = ARCHITECTURES["BERT"].build()
-    inputs = ARCHITECTURES["BERT"].feed(model)
-    mask = torch.ones_like(inputs["input_ids"])
-    if padded:
-        mask[0, -20:] = 0
-        inputs["labels"] = inputs["labels"].where(mask.bool(), -100)
-    return against_whole(model, inputs | {"attention_mask": mask})
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_encoder(padded: bool, world: World) -> None:
-    """A bidirectional encoder attends to all tokens of all ranks but padding."""
-    for error, exchanges, message in world(padded_encoder, padded):
-        assert message == ""
-        assert exchanges == 2
-        assert error < 1e-12
-
-
 def falcon(padded: bool) -> tuple[float, int, str]:
     """Falcon with alibi, which its masks hold as a bias for each head."""
     from transformers import FalconConfig, FalconForCausalLM
@@ -164,13 +144,15 @@ def test_outputs(option: str, world: World) -> None:
         assert re.search(f"{option}.*set it to False", message)
 
 
-def trained_without_labels() -> tuple[float, int, str]:
-    return against_whole(causal("llama")(), {"input_ids": ids(2, 24)})
+def trained_with_cache(positions: bool) -> tuple[float, int, str]:
+    given = {"position_ids": torch.arange(24)[None]} if positions else {}
+    return against_whole(causal("llama")().train(), {"input_ids": ids(2, 24)} | given)
 
 
-def test_own_loss(world: World) -> None:
+@pytest.mark.parametrize("positions", [False, True])
+def test_own_loss(positions: bool, world: World) -> None:
     """A model in training that is called as it is loaded, with its cache on by default, shares its sequences too."""
-    for error, exchanges, message in world(trained_without_labels):
+    for error, exchanges, message in world(trained_with_cache, positions):
         assert message == ""
         assert exchanges == 2
         assert error < 1e-12
