@@ -21,7 +21,7 @@ such as DDP's, whose next step then fails. So the callback queues itself once mo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache, partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -42,32 +42,30 @@ EPS = {torch.float64: 2.0**-36, torch.float32: 2.0**-13, torch.float16: 2.0**-10
 """One unit in the last place: of float32 with TF32 in mind, of float64 with sums in another order."""
 
 
-@cache
-def _signs(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(size)
+@lru_cache(64)  # not of all widths: masks are as wide as sequences
+def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(width)
     with torch.inference_mode(False):
-        return torch.randint(0, 2, (size,), generator=generator).mul(2).sub(1).to(device, dtype)
+        return torch.randint(0, 2, (width,), generator=generator).mul(2).sub(1).to(device, dtype)
 
 
 def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:
     """Return the products of about so many rows of ``[..., width]`` with random signs, in float32 or float64."""
-    some = tensor.detach() if tensor.requires_grad else tensor
-    if some.dim() < 2:
-        some = some.reshape(-1, 1)
+    some = tensor.detach()
+    width = tensor.shape[-1] if tensor.dim() > 1 else 1
     # 1. Rows of the longest dimension, the last one among them, before anything is copied.
-    lead = some.shape[:-1]
-    step = -(-lead.numel() // rows)
+    step = -(-tensor.numel() // (width * rows))
     if step > 1:
+        lead = tensor.shape[: max(tensor.dim() - 1, 1)]
         dim = lead.index(max(lead))
         step = min(step, lead[dim])
         some = some[(slice(None),) * dim + (slice((lead[dim] - 1) % step, None, step),)]
     # 2. Their products.
-    width = some.shape[-1]
-    some = some.reshape(-1, width)
+    if some.dim() != 2:
+        some = some.reshape(-1, width)
     if some.dtype != torch.float64:
         some = some.float()
-    signs = _signs(1 << width.bit_length(), some.dtype, some.device)  # of few sizes: masks are as wide as sequences
-    return torch.mv(some, signs[:width])  # [rows]
+    return torch.mv(some, _signs(width, some.dtype, some.device))  # [rows]
 
 
 def rows_that_differ(before: Tensor, now: Tensor, eps: Tensor | float) -> Tensor:
