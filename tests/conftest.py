@@ -20,7 +20,7 @@ from tests import second_device
 from tests.processes import guard
 from tests.world import World, remember_entry_points, unchecked
 
-ON_RANKS = {"three_ranks", "four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "second_world", "on_ranks"}
+ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "second_world", "on_ranks"}
 """Fixtures that run ranks. A test that asks for one with ``request`` names its engine by a parameter ``engine``."""
 
 
@@ -191,7 +191,7 @@ def _ranks(size: int) -> Any:
     return ranks
 
 
-world, three_ranks, four_ranks = _ranks(2), _ranks(3), _ranks(4)
+world, four_ranks = _ranks(2), _ranks(4)
 deepspeed_world, four_deepspeed_ranks = _ranks(2), _ranks(4)
 """Ranks for DeepSpeed, which changes torch in its process."""
 second_world = _ranks(2)
