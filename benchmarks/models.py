@@ -59,7 +59,6 @@ BEGIN, END = "<!-- sequence parallelism: begin -->\n", "<!-- sequence parallelis
 CAUSES = {
     "no attention saw|cannot run on those": "attention in its own code, or none",
     "has an?other": "the self-check finds another result",
-    "adds a position bias": "a position bias in attention",
     "needs one list of blocks": "several lists of blocks, of which `targets` must name one",
 }
 """Patterns of messages, and what the table says of them."""

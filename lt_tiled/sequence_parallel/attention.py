@@ -75,11 +75,6 @@ def _interface(
     if state is None:
         with attending():
             return function(module, query, key, value, attention_mask, *args, **kwargs)
-    if kwargs.get("position_bias") is not None:
-        raise ValueError(
-            f"{state.owner} adds a position bias to attention, which sequence parallelism cannot cut: use a model with"
-            " other positions, or sequence_parallel=1."
-        )
     # 1. What depends on all tokens.
     mask = state.mask if isinstance(state.decoder_mask, Tensor) else attention_mask
     if kwargs.get("position_ids") is not None:
@@ -147,14 +142,7 @@ class AttentionMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         state, kwargs = current(), kwargs or {}
-        if state is None:
-            return func(*args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            raise ValueError(
-                f"{state.owner} uses nn.MultiheadAttention, whose projections and attention are one function. With"
-                " sequence parallelism call F.scaled_dot_product_attention in its place."
-            )
-        if func is not F.scaled_dot_product_attention:
+        if state is None or func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         call = _SDPA.bind(*args, **kwargs).arguments
         query, key, value, mask = (call.pop(name, None) for name in ("query", "key", "value", "attn_mask"))
@@ -172,22 +160,18 @@ class AttentionMode(TorchFunctionMode):
         return attend(state, query, key, value, attention)
 
 
-Attention = Callable[..., Tensor]
-"""Computes attention of some heads: from queries ``[B, h, S, D]``, keys and values ``[B, k, S, D]``, the head shard of
-the rank, and parts of vectors, to ``[B, h, S, D]``."""
-
-
 def attend(
     state: UlyssesState,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention: Attention,
+    attention: Callable[..., Tensor],
     vectors: Sequence[Tensor] = (),
 ) -> Tensor:
     """Compute the attention of a rank's tokens ``[B, H, S/n, D]`` to the tokens of all ranks.
 
-    ``attention`` gets its heads' part of ``vectors``, which have an entry for each query head.
+    ``attention`` gets queries ``[B, h, S, D]``, keys and values ``[B, k, S, D]``, the head shard of the rank, and its
+    heads' part of ``vectors``, which have an entry for each query head.
     """
     shapes = [list(tensor.shape) for tensor in (query, key, value)]
     if any(len(shape) != 4 or shape[2] != state.length for shape in shapes):

@@ -177,7 +177,7 @@ def _encoder() -> list[nn.Module]:
 
 @pytest.mark.parametrize(
     ("build", "message"),
-    [("local mask", "which is not that of all 16 tokens"), ("multihead", "uses nn.MultiheadAttention")],
+    [("local mask", "which is not that of all 16 tokens"), ("multihead", "has another output when 4 ranks share")],
 )
 def test_refused(build: str, message: str, four_ranks: World) -> None:
     """A mask of the rank's tokens, and attention that cannot be shared, raise on all ranks."""
