@@ -20,6 +20,7 @@ such as DDP's, whose next step then fails. So the callback queues itself once mo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import chain
@@ -182,17 +183,17 @@ class TileFingerprints:
         self.rows = ROWS // tiles + 1
         self.raises = raises
         self.eps = 0.0 if autocast is None else EPS[autocast]
-        self.tiles: list[Tensor] = []
+        self.outputs = defaultdict[int, list[Tensor]](list)
+        """By the place among what a tile returns, of each tile."""
         self.weight: list[Tensor] = []
         """Of a few rows of the last projection's weight: a recompute that leaves the projection out shows no change."""
 
     def take(self, leaves: Iterable[Any]) -> None:
-        """Take the fingerprint of a tile, of the first of its tensors that has one."""
-        for leaf in leaves:
+        """Take the fingerprints of what a tile returns."""
+        for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.dtype in EPS and leaf.numel():
                 self.eps = max(self.eps, EPS[leaf.dtype])
-                self.tiles.append(fingerprint(leaf, self.rows))
-                return
+                self.outputs[place].append(fingerprint(leaf, self.rows))
 
     def take_weight(self, weight: Tensor) -> None:
         """Take that of the weight of the last projection."""
@@ -201,7 +202,8 @@ class TileFingerprints:
 
     def compare(self, now: TileFingerprints, remedy: str = "lt_tiled.untile() it") -> None:
         """Compare them with those of the recompute, at the end of the backward pass; the remedy is for messages."""
-        for before, after in ((self.tiles, now.tiles), (self.weight, now.weight)):
+        pairs = [(before, now.outputs[place]) for place, before in self.outputs.items()]
+        for before, after in (*pairs, (self.weight, now.weight)):
             if before:
                 first = torch.cat(before)
                 second = torch.cat(after) if len(before) == len(after) else torch.full_like(first, torch.nan)

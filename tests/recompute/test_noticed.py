@@ -220,3 +220,26 @@ def test_a_parallel_block(step: int) -> None:
         model[0].qkv.weight.data.mul_(1.1)
         with pytest.raises(RuntimeError, match=REFUSED[0].replace("Reads", "ParallelBlock")):
             y.backward()
+
+
+class TwoOutputs(nn.Module):
+    """Returns two tensors, of which one reads a number."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.one, self.other, self.first = nn.Linear(H, H), nn.Linear(H, 4), first
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        reads, others = torch.tanh(self.other(x)) * SWITCH["scale"], torch.tanh(self.one(x)) * 100
+        return (reads, others) if self.first else (others, reads)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_each_output_of_tiles(first: bool) -> None:
+    """A change in any tensor that a tiled module returns is refused, also where another one is larger."""
+    model = nn.ModuleList([TwoOutputs(first)])
+    with prepare(model, tiling=Tiling(4, targets=["TwoOutputs"]), activation_checkpointing=None):
+        one, other = model[0](randn(2, 40, H))
+        SWITCH["scale"] = 3.0
+        with pytest.raises(RuntimeError, match=r"TwoOutputs.*computes other values than"):
+            (one.square().mean() + other.square().mean()).backward()
