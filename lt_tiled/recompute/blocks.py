@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ from lt_tiled.recompute.buffers import Buffers
 from lt_tiled.recompute.compare import describe
 from lt_tiled.recompute.keep import Chooses, KeepMode, keeps_attention
 from lt_tiled.recompute.mode import Carried, Precision, in_checkpoint, is_backward, is_transformed
-from lt_tiled.recompute.saved import COMPARED, BlockFingerprints, BlockHistory
+from lt_tiled.recompute.saved import COMPARED, BlockFingerprints
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class BlockPatch(Patch):
     """Whether attention functions inside are found by a mode, and not wrapped themselves."""
     raises: bool = True
     """Whether a recompute with other values raises, and does not only warn."""
-    history: BlockHistory = field(default_factory=BlockHistory)
+    calls: int = 0
+    """How many calls of the block were recomputed."""
 
     def compiles(self, module: nn.Module) -> bool:
         """Return False if a mode must see each operation, and for views of a flat parameter of FSDP1.
@@ -158,17 +159,18 @@ class BlockCall:
         self.precision = Precision.now(device)
         self.carried = Carried()
         self.buffers = Buffers(module.modules())
-        self.fingerprints = BlockFingerprints(patch.name, patch.raises, hidden, patch.history, self.buffers.ids)
+        self.fingerprints = BlockFingerprints(patch.name, patch.raises, hidden, tensors, self.buffers.ids, patch.calls)
+        patch.calls += 1
         self.kept: KeepMode | None = None
         if patch.keep is not None:
-            self.kept = KeepMode(patch.keep, patch.finds_attention, device, patch.offload)
+            self.kept = KeepMode(patch.keep, patch.finds_attention, device, self.fingerprints, patch.offload)
 
     def run(self, function: Callable[[], Any]) -> Any:
         """Run the block: its forward pass the first time, and then its recompute."""
         if not self.ran:
             self.ran = True
-            with self._keeping(), self.fingerprints.forward():
-                return function()
+            with self._keeping():
+                return self.fingerprints.forward(function)
         with self.buffers.in_place(), self.precision.context(), self.carried.context(), self._keeping():
             output = function()
         if self.stops_early:

@@ -29,9 +29,10 @@ class Buffers:
         for module in modules:
             held: Held = {}
             for name, buffer in module._buffers.items():
-                self.ids.add(id(buffer))
                 # One with a graph is replaced, not written to.
                 copied = buffer is not None and not buffer.requires_grad and buffer.nbytes <= most
+                if copied:
+                    self.ids.add(id(buffer))
                 held[name] = buffer, buffer.detach().clone() if copied and buffer is not None else None
             self.held.append((module, held))
 

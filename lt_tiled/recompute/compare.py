@@ -52,6 +52,8 @@ def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:
     """Return the products of about so many rows of ``[..., width]`` with random signs, in float32 or float64."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
     some = tensor.detach()
     width = tensor.shape[-1] if tensor.dim() > 1 else 1
     # 1. Rows of the longest dimension, the last one among them, before anything is copied.

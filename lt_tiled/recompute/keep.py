@@ -31,10 +31,11 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # torch names them in no public module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from lt_tiled.recompute.mode import RandomState, version_of
+from lt_tiled.recompute.saved import BlockFingerprints
 
 Chooses = Callable[..., Any]
 """A policy ``(ctx, operator, *args, **kwargs)``, which returns a ``CheckpointPolicy`` or whether to keep the output."""
@@ -60,16 +61,25 @@ class KeepMode(TorchDispatchMode):
         chooses: The policy.
         finds_attention: Whether a mode has to find attention functions.
         device: Where the block runs.
+        fingerprints: Compare what the operators are given: their outputs are equal in any case.
         store: Has ``pack`` and ``unpack`` of the tensors that wait; ``None`` keeps them on the device.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, chooses: Chooses, finds_attention: bool, device: torch.device, store: Any = None) -> None:
+    def __init__(
+        self,
+        chooses: Chooses,
+        finds_attention: bool,
+        device: torch.device,
+        fingerprints: BlockFingerprints,
+        store: Any = None,
+    ) -> None:
         super().__init__()
         self.chooses = chooses
         self.finds_attention = finds_attention
         self.device = device
+        self.fingerprints = fingerprints
         self.store = store
         self.values: dict[Any, KeptOutput] = {}
         """By the operator and the number of its call."""
@@ -123,6 +133,7 @@ class KeepMode(TorchDispatchMode):
         if self._recorded:
             kept = self.values.get(place)
             if kept is not None:
+                self._compare(place, (args, kwargs))
                 return self._unpack(kept)
             return func(*args, **kwargs)
         output = func(*args, **kwargs)
@@ -131,7 +142,12 @@ class KeepMode(TorchDispatchMode):
         if _saves(self.chooses(context, func, *args, **kwargs), func):
             draws = schema is None or func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
             self.values[place] = self._pack(output, draws)
+            self._compare(place, (args, kwargs))
         return output
+
+    def _compare(self, place: Any, arguments: Any) -> None:
+        for index, leaf in enumerate(tree_leaves(arguments)):
+            self.fingerprints.argument((place, index), leaf)
 
     def _pack(self, output: Any, draws: bool) -> KeptOutput:
         leaves, form = tree_flatten(output)

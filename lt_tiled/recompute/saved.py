@@ -1,13 +1,10 @@
 """The tensors that a block saves in its forward pass and in its recompute, compared by their fingerprints.
 
 NOTE [What a block saves]
-Of the tensors that a block saves these have a fingerprint:
-
-* the last activation, which depends on what was computed before;
-* the last tensor with heads, which attention saves: the MLP of a parallel block does not depend on it;
-* the last mask, the last small tensor, such as a factor, and the last of the others, such as the weight of the last
-  projection, each of them only behind the last activation or right before it;
-* one in turn, another one in each call, for what ends earlier, such as an expert.
+Whatever a gradient depends on is saved, or computed from what is saved. So these tensors have a fingerprint: those on
+which the block's outputs depend through no other saved tensor, because the last one of each branch shows what was
+computed before it; and one in turn, another one in each call, for branches that end in no output. They are found in the
+graph of the outputs. What operators keep for the recompute is equal in both passes: their arguments are compared.
 
 All are looked at when the forward pass ends, because kernels may write to a tensor after autograd saved it: RReLU to
 its noise, batch norm to its statistics.
@@ -15,32 +12,24 @@ its noise, batch norm to its statistics.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.decorators import skip  # torch.compiler.disable would wrap a call for each saved tensor
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from lt_tiled.recompute.compare import EPS, FEW_ROWS, ROWS, VERDICT, Sample, describe, fingerprint
 from lt_tiled.recompute.mode import PLAIN_TENSORS, hidden_from_checkpoints, is_backward
 
-ENDS = ("mask", "small", "other")
-"""Kinds of tensors on which the last activation depends where they stand before it."""
-
-
-@dataclass
-class BlockHistory:
-    """What is known of the calls of a block so far."""
-
-    turn: int = 0
-    """How many there were."""
-    count: int = 1
-    """How many tensors the last one saved that could be compared."""
+MOST_ENDS = 8
+"""So many of the tensors on which outputs depend are compared, the last ones."""
+MOST_NODES = 200
+"""So many nodes of the graph are looked at."""
 
 
 class BlockFingerprints:
@@ -50,103 +39,144 @@ class BlockFingerprints:
         name: The block's name in messages.
         raises: Whether a difference raises, and does not only warn.
         hidden: The block's hidden states ``[..., tokens, hidden]``.
-        history: Of the block's calls.
-        buffers: The ids of its buffers, which change between calls.
+        inputs: The tensors that the block is given.
+        buffers: The ids of its buffers that are put back, and change between calls.
+        turn: The number of the call, which says which tensor has its turn.
     """
 
     def __init__(
-        self, name: str, raises: bool, hidden: Tensor | None, history: BlockHistory, buffers: Collection[int]
+        self,
+        name: str,
+        raises: bool,
+        hidden: Tensor | None,
+        inputs: Sequence[Tensor],
+        buffers: Collection[int],
+        turn: int,
     ) -> None:
         self.name = name
         self.raises = raises
-        self.history = history
         self.buffers = buffers
+        self.turn = turn
         self.task = torch._C._current_graph_task_id()
         """The backward pass in which the forward pass runs, if it is part of another recompute."""
         self.tokens: tuple[int, ...] = ()
         if hidden is not None:
             self.tokens = (hidden.shape[-2], hidden.shape[:-1].numel())
-        self.fingerprints: dict[int, Tensor] = {}
-        """By the place of a tensor among those that the block saves."""
+        self.fingerprints: dict[Any, Tensor] = {}
+        """By the place of a tensor among those that the block saves; of arguments, by the operator's call."""
         self.eps = 0.0
         """The unit in the last place of the least precise of them."""
-        self._mine = history.turn % history.count
-        """Which of the tensors that can be compared has its turn."""
         self._saved = 0
-        self._comparable = 0
-        self._dtypes = set[torch.dtype]()
-        self._chosen: dict[str, tuple[int, Tensor]] = {}
-        """The place and the tensor of the last one of each kind."""
+        self._edges = {(tensor.grad_fn, tensor.output_nr): -1 for tensor in inputs}
+        """The places of saved tensors by the edges of the graph that lead to them; -1 for inputs."""
+        self._others: dict[int, list[int]] = {}
+        """The places of saved tensors without a graph, by the number of the node that saved them."""
+        self._held: dict[int, Tensor] = {}
+        """The saved tensors by place, until the forward pass ends."""
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Look at what is saved inside."""
+    def forward(self, function: Callable[[], Any]) -> Any:
+        """Run the forward pass, and look at what it saves."""
         token = _current.set(self)
         try:
-            yield
+            output = function()
             with hidden_from_checkpoints():
-                end = self._chosen.get("activation", (0, None))[0] - 1
-                for kind, (place, tensor) in self._chosen.items():
-                    counts = kind not in ENDS or place >= end
-                    if counts and place not in self.fingerprints and _has_values(tensor):
-                        self.fingerprints[place] = self._fingerprint(tensor)
+                self._look(output)
         finally:
             _current.reset(token)
-            self._chosen.clear()  # also if the step ended: torch's record of the block refers to this
-        self.eps = max((EPS.get(dtype, 0.0) for dtype in self._dtypes), default=0.0)
-        self.history.turn += 1
-        self.history.count = max(self._comparable, 1)
+            # Also if the step ended: torch's record of the block refers to this.
+            self._edges.clear()
+            self._others.clear()
+            self._held.clear()
+        return output
+
+    def _look(self, output: Any) -> None:
+        """Take the fingerprints of the tensors on which the outputs depend, and of that which has its turn."""
+        places = list(self._held)
+        if not places:
+            return
+        dtypes = {_plain(tensor).dtype for tensor in self._held.values()}
+        self.eps = max(EPS.get(dtype, 0.0) for dtype in dtypes)
+        chosen = self._ends(output) or places[-MOST_ENDS:]
+        for place in {*chosen, places[self.turn % len(places)]}:
+            tensor = self._held[place]
+            if _has_values(tensor) and not self._is_padded(tensor):
+                self.fingerprints[place] = self._fingerprint(tensor)
+
+    def _ends(self, output: Any) -> list[int]:
+        """Return the places of the tensors that the outputs depend on through no other saved tensor."""
+        waiting: list[tuple[Any, int]] = []
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor):
+                waiting.append((leaf.grad_fn, leaf.output_nr))
+        seen: set[tuple[Any, int]] = set()
+        ends: set[int] = set()
+        while waiting and len(seen) < MOST_NODES:
+            edge = waiting.pop()
+            if edge in seen or edge[0] is None:
+                continue
+            seen.add(edge)
+            # 1. The value of a saved tensor depends on all that was computed before.
+            if edge in self._edges:
+                ends.add(self._edges[edge])
+                continue
+            # 2. What the node saved besides: weights, masks, indices, its own output.
+            node = edge[0]
+            ends.update(self._others.get(node._sequence_nr(), ()))
+            waiting.extend(node.next_functions)
+        return sorted(ends - {-1})[-MOST_ENDS:]
 
     @skip
     def save(self, tensor: Tensor) -> _Saved:
-        """Choose a tensor or not, and return its metadata."""
+        """Hold a tensor until the forward pass ends, and return its metadata."""
         place = self._saved
         self._saved += 1
-        kind = self._kind(tensor)
-        if kind is not None:
-            self._dtypes.add(tensor.dtype)
-            self._chosen[kind] = (place, tensor)
-            if self._comparable == self._mine:
-                self._chosen["in turn"] = (place, tensor)
-            self._comparable += 1
+        plain = _plain(tensor)
+        if type(plain) in PLAIN_TENSORS and plain.layout is torch.strided and id(tensor) not in self.buffers:
+            self._held[place] = tensor
+            if tensor.grad_fn is not None:
+                self._edges.setdefault((tensor.grad_fn, tensor.output_nr), place)
+            else:
+                self._others.setdefault(torch._C._autograd._get_sequence_nr() - 1, []).append(place)
         return _Saved(tensor.shape, tensor.dtype, place, self)
 
-    @skip
-    def _kind(self, tensor: Tensor) -> str | None:
-        """Return the kind of a tensor, if it can be compared."""
-        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or id(tensor) in self.buffers:
-            return None
-        # 1. Floats and flags have fingerprints; indices and seeds show in what is computed with them.
-        shape = tensor.shape
-        is_float = tensor.dtype in EPS
-        if not is_float and tensor.dtype is not torch.bool:
-            return None
-        # 2. Kernels of attention differ in the order of tokens and heads, and may see the tokens of other ranks.
-        by_heads = len(shape) == 4 or (len(shape) == 3 and shape[0] in self.tokens)
-        if is_float and tensor.requires_grad and by_heads and not _is_weight(tensor):
-            return "heads"
-        # 3. Weights may have as many rows by chance. Without a gradient are masks, and all that compiled code saves.
-        if is_float and len(shape) > 1 and shape[-2] in self.tokens and not _is_weight(tensor):
-            return "activation" if tensor.requires_grad else "mask"
-        # 4. Attention's sums of exponentials, [B, heads, S], may have padding that nobody fills.
-        if len(shape) == 3 and self.tokens:
-            heads = self._chosen.get("heads")
-            if 0 < shape[-1] - self.tokens[0] < 32 or (heads is not None and shape[:2] == heads[1].shape[:2]):
-                return None
-        return "small" if tensor.numel() <= ROWS else "other"
+    def _is_padded(self, tensor: Tensor) -> bool:
+        """Whether it may be attention's sums of exponentials, ``[B, heads, S]``, with padding that nobody fills."""
+        if not self.tokens or tensor.dim() != 3 or tensor.shape[-2] in self.tokens:
+            return False
+        return 0 < tensor.shape[-1] - self.tokens[0] < 32
 
     def _fingerprint(self, tensor: Tensor) -> Tensor:
-        all_of_it = tensor.numel() <= ROWS or tensor.dim() > 2 or tensor.shape[-2:-1].numel() in self.tokens
-        return fingerprint(tensor, ROWS if all_of_it else FEW_ROWS)
+        plain = _plain(tensor)
+        all_of_it = plain.numel() <= ROWS or plain.dim() > 2 or plain.shape[-2:-1].numel() in self.tokens
+        return fingerprint(plain, ROWS if all_of_it else FEW_ROWS)
+
+    def argument(self, call: Any, argument: Any) -> None:
+        """Look at an argument of an operator whose output is kept; in the recompute, compare it."""
+        before = self.fingerprints.get(call)
+        is_plain = isinstance(argument, Tensor) and type(_plain(argument)) in PLAIN_TENSORS and _has_values(argument)
+        if before is not None:
+            self.compare(call, argument if is_plain else None)
+        elif is_plain:
+            with hidden_from_checkpoints():
+                self.fingerprints[call] = self._fingerprint(argument)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
-    def compare(self, place: int, tensor: Tensor) -> None:
+    def compare(self, place: Any, tensor: Tensor | None) -> None:
         """Compare a tensor of the recompute at the end of the backward pass."""
-        if _has_values(tensor) and is_backward():
+        if not is_backward() or (tensor is not None and not _has_values(tensor)):
+            return
+        before = self.fingerprints[place]
+        now = torch.full_like(before, torch.nan)
+        eps = 0.0
+        if tensor is not None:
             with hidden_from_checkpoints():
-                now = self._fingerprint(tensor)
-            remedy = "name other blocks in ActivationCheckpointing"
-            VERDICT.add(Sample(self.name, remedy, self.eps, self.fingerprints[place], now, self.raises))
+                found = self._fingerprint(tensor)
+            if found.shape == before.shape:
+                now = found
+            if tensor.is_floating_point() or tensor.is_complex():
+                eps = self.eps
+        remedy = "name other blocks in ActivationCheckpointing"
+        VERDICT.add(Sample(self.name, remedy, eps, before, now, self.raises))
 
 
 _current: ContextVar[BlockFingerprints | None] = ContextVar("fingerprints", default=None)
@@ -175,29 +205,26 @@ def _describe(tensor: Tensor | _Saved) -> str:
     return f"{list(tensor.shape)} {tensor.dtype}"
 
 
+@skip
+def _plain(tensor: Tensor) -> Tensor:
+    """Return what holds the values of a tensor: the part on this rank, or the values of a nested one."""
+    plain: Any = tensor
+    while is_traceable_wrapper_subclass(plain):
+        names, _ = plain.__tensor_flatten__()
+        plain = getattr(plain, names[0])
+    return cast("Tensor", plain)
+
+
 def _has_values(tensor: Tensor) -> bool:
     """Return False for an empty tensor, one of a simulation, and a weight that its engine has released."""
-    return tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().nbytes() > 0
-
-
-@skip
-def _is_weight(tensor: Tensor) -> bool:
-    """Whether a tensor is a weight, a view of one, or of its cast under autocast."""
-    base = tensor if tensor._base is None else tensor._base
-    if issubclass(type(base), nn.Parameter):  # the check of an instance runs Python code
-        return True
-    if tensor.dim() > 2:
-        return False
-    if not tensor.requires_grad:  # the cast of a frozen one, or what is no activation
-        return True
-    following = () if base.grad_fn is None else base.grad_fn.next_functions
-    return len(following) == 1 and isinstance(getattr(following[0][0], "variable", None), nn.Parameter)
+    plain = _plain(tensor)
+    return plain.numel() > 0 and not plain.is_meta and plain.untyped_storage().nbytes() > 0
 
 
 @skip
 def _metadata(tensor: Tensor) -> Any:
-    block = _current.get()
     # A forward pass may differentiate blocks that ran before: what they recompute is not of this one.
+    block = _current.get()
     if block is None or block.task != torch._C._current_graph_task_id():
         return tensor
     return block.save(tensor)

@@ -20,6 +20,10 @@ from tests.recompute.noticed import AROUND, CHANGES, DRAWS, Namespace, Reads, Re
 POLICIES: dict[str, tuple[type[Reads], dict[str, Any]]] = {
     "tiles": (Reads, {"tiling": Tiling(4, targets=["Reads"]), "activation_checkpointing": None}),
     "blocks": (ReadsBlock, {"tiling": None, "activation_checkpointing": ActivationCheckpointing(["ReadsBlock"])}),
+    "kept": (
+        ReadsBlock,
+        {"tiling": None, "activation_checkpointing": ActivationCheckpointing(["ReadsBlock"], keep="attention")},
+    ),
 }
 
 
@@ -103,7 +107,7 @@ def wrong(engine: str, policy: str, path: str) -> list[str]:
     return found
 
 
-@pytest.mark.table("ddp-blocks|fsdp2-tiles|zero2-blocks")
+@pytest.mark.table("ddp-kept|fsdp2-tiles|zero2-blocks")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_a_change(engine: str, policy: str, on_ranks: OnRanks, tmp_path: Path) -> None:

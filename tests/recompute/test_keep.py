@@ -86,7 +86,7 @@ def test_what_is_kept_goes_where_block_inputs_go() -> None:
             stored.append(prepared.offloader.stats.cpu_bytes // 2)
     products = 2 * IDS.numel() * (3 * 32 + 2 * 16 + 2 * 96) * 4
     assert stored[1] - stored[0] == products
-    assert held[1] - held[0] < products // 100
+    assert held[1] - held[0] < products // 20  # fingerprints, which do not grow with the tokens
 
 
 def test_what_runs_in_tiles_is_hidden() -> None:
@@ -339,3 +339,42 @@ def test_bad_policies() -> None:
         pytest.raises(ValueError, match=r"keep returned None for aten\..*: return a .*CheckpointPolicy"),
     ):
         model(IDS)
+
+
+class AttendsBehind(nn.Module):
+    """Attention whose arguments depend on attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value, self.out = nn.Linear(H, H), nn.Linear(H, H), nn.Linear(H, H)
+        self.mask = torch.zeros(24, 24)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, value = self.query(x * self.factor)[:, None], self.value(x)[:, None]
+        return x + self.out(F.scaled_dot_product_attention(query, value, value, self.mask)[:, 0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m, "mask", torch.full((24, 24), -1e9).triu(1)),
+        lambda m: setattr(m, "mask", None),
+        lambda m: setattr(m, "factor", 3.0),
+        lambda m: m.query.weight.data.mul_(2),
+        lambda m: m.value.weight.data.mul_(2),
+    ],
+    ids=["mask", "no mask", "factor", "query", "value"],
+)
+@pytest.mark.parametrize("keep", ["attention", ["aten.addmm.default"]], ids=str)
+def test_a_change_in_front_of_what_is_kept(keep: Any, change: Callable[[Any], Any]) -> None:
+    """What a kept operator is given is compared: its output is that of the forward pass in any case."""
+    model = nn.Sequential(AttendsBehind(), AttendsBehind())
+    with prepare(model, activation_checkpointing=ActivationCheckpointing(["AttendsBehind"], keep=keep)):
+        for step in range(1, 4):
+            loss = model(randn(2, 24, H)).square().mean()
+            if step < 3:
+                loss.backward()
+        change(model[0])
+        with pytest.raises(RuntimeError, match="computes other values"):
+            loss.backward()

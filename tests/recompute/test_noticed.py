@@ -22,7 +22,12 @@ pytestmark = [pytest.mark.usefixtures("float64", "places")]
 
 TILES: dict[str, Any] = {"tiling": Tiling(4, targets=["Reads"]), "activation_checkpointing": None}
 BLOCKS: dict[str, Any] = {"tiling": None, "activation_checkpointing": ActivationCheckpointing(["0"])}
-POLICIES: dict[str, tuple[type[Reads], dict[str, Any]]] = {"tiles": (Reads, TILES), "blocks": (ReadsBlock, BLOCKS)}
+KEPT: dict[str, Any] = {"tiling": None, "activation_checkpointing": ActivationCheckpointing(["0"], keep="attention")}
+POLICIES: dict[str, tuple[type[Reads], dict[str, Any]]] = {
+    "tiles": (Reads, TILES),
+    "blocks": (ReadsBlock, BLOCKS),
+    "kept": (ReadsBlock, KEPT),
+}
 RESTORED = {"buffer in place", "buffer, replaced", "buffer, by its data", "random state", *AROUND}
 """What a block's recompute finds as its forward pass found it."""
 REFUSED = (
@@ -114,6 +119,7 @@ def test_the_last_of_several_calls(policy: str) -> None:
 ENDS: dict[str, Callable[[Tensor], Tensor]] = {
     "number": lambda y: y * torch.tensor(SWITCH["scale"]),
     "vector": lambda y: y * torch.linspace(0.5, SWITCH["scale"], H),
+    "index": lambda y: y[:, (torch.arange(40) + int(SWITCH["scale"])) % 40],
     "flags": lambda y: torch.where(torch.arange(40)[:, None] > 20 * SWITCH["scale"] - 25, y, y.sin()),
 }
 
@@ -197,7 +203,9 @@ def test_other_tensors(change: int, difference: str) -> None:
 
 
 class ParallelBlock(GatedMLP):
-    """A block whose MLP does not depend on its attention."""
+    """A block whose MLP does not depend on its attention, nor its attention on the MLP."""
+
+    attends_first = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,18 +214,22 @@ class ParallelBlock(GatedMLP):
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (3, 2, H // 2)).transpose(1, 3)  # [B, 2, 3, S, H / 2]
         attended = F.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
-        return x + self.out(attended.transpose(1, 2).flatten(2)) + super().forward(x)
+        attention = self.out(attended.transpose(1, 2).flatten(2))
+        return x + attention + super().forward(x) if self.attends_first else x + super().forward(x) + attention
 
 
-@pytest.mark.parametrize("step", [1, 3, 5])
-def test_a_parallel_block(step: int) -> None:
-    """A change in attention is refused in its step, also where the block's MLP does not depend on attention."""
+@pytest.mark.parametrize("changed", ["qkv", "out", "up", "down"])
+@pytest.mark.parametrize("attends_first", [False, True])
+@pytest.mark.parametrize("options", [BLOCKS, KEPT], ids=["blocks", "kept"])
+def test_a_parallel_block(options: dict[str, Any], attends_first: bool, changed: str) -> None:
+    """A change in a branch is refused in its step, also where no other branch depends on it."""
     model = nn.ModuleList([ParallelBlock()])
-    with prepare(model, **BLOCKS):
-        for _ in range(step - 1):
+    model[0].attends_first = attends_first
+    with prepare(model, **options):
+        for _ in range(2):
             model[0](randn(2, 40, H)).sum().backward()
         y = model[0](randn(2, 40, H)).sum()
-        model[0].qkv.weight.data.mul_(1.1)
+        model[0].get_submodule(changed).weight.data.mul_(1.1)
         with pytest.raises(RuntimeError, match=REFUSED[0].replace("Reads", "ParallelBlock")):
             y.backward()
 
