@@ -98,12 +98,18 @@ class Report:
             peak: The peak memory of a step, as text.
             steps: The number of steps in the offload figures.
         """
-        from rich.table import Table  # offline images may lack it
+        from rich.table import Column, Table  # offline images may lack it
 
         # 1. Above the rows their names, below them the figures of a step.
         lines = [f"peak memory of a step: {peak}"] if peak else []
         lines += describe_offload(self.offloaded, steps) if self.offloaded is not None else []
-        columns = ("what", "modules", "where", "tokens", "tiles")
+        columns = (
+            Column("what", no_wrap=True),
+            Column("modules", no_wrap=True),
+            Column("where", overflow="fold"),
+            Column("tokens", justify="right", no_wrap=True),
+            Column("tiles", justify="right", no_wrap=True),
+        )
         table = Table(*columns, title="lt_tiled", caption="\n".join(lines) or None, caption_justify="left")
         # 2. Rows of modules, each with the number of those that are alike.
         alike: Counter[tuple[str, str, str, str, str]] = Counter()

@@ -73,12 +73,12 @@ CHANGES = {
     "no adapter, tiles in blocks": (
         lambda m: m.disable_adapter_layers(),
         {"tiling": TILES, "activation_checkpointing": True},
-        "A different number of tensors was saved",
+        r"\(LlamaDecoderLayer\) computes other values .* \(it saves fewer tensors\)",
     ),
     "merged without a new version, blocks": (
         lambda m: m.merge_adapter(),
         {"tiling": False, "activation_checkpointing": True},
-        "A different number of tensors was saved",
+        r"\(LlamaDecoderLayer\) computes other values .* \(it saves fewer tensors\)",
     ),
 }
 
