@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ from lt_tiled.recompute.buffers import Buffers
 from lt_tiled.recompute.compare import describe
 from lt_tiled.recompute.keep import Chooses, KeepMode, keeps_attention
 from lt_tiled.recompute.mode import Carried, Precision, in_checkpoint, is_backward, is_transformed
-from lt_tiled.recompute.saved import COMPARED, BlockFingerprints
+from lt_tiled.recompute.saved import COMPARED, BlockFingerprints, BlockHistory
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,7 @@ class BlockPatch(Patch):
     """Whether attention functions inside are found by a mode, and not wrapped themselves."""
     raises: bool = True
     """Whether a recompute with other values raises, and does not only warn."""
-    calls: int = 0
-    """How many calls of the block were recomputed."""
+    history: BlockHistory = field(default_factory=BlockHistory)
 
     def compiles(self, module: nn.Module) -> bool:
         """Return False if a mode must see each operation, and for views of a flat parameter of FSDP1.
@@ -159,8 +158,9 @@ class BlockCall:
         self.precision = Precision.now(device)
         self.carried = Carried()
         self.buffers = Buffers(module.modules())
-        self.fingerprints = BlockFingerprints(patch.name, patch.raises, hidden, tensors, self.buffers.ids, patch.calls)
-        patch.calls += 1
+        self.fingerprints = BlockFingerprints(
+            patch.name, patch.raises, hidden, tensors, self.buffers.ids, patch.history
+        )
         self.kept: KeepMode | None = None
         if patch.keep is not None:
             self.kept = KeepMode(patch.keep, patch.finds_attention, device, self.fingerprints, patch.offload)

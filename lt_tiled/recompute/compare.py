@@ -34,6 +34,8 @@ from lt_tiled._log import warn
 
 ROWS = 1024
 """The most rows of a tensor that are compared."""
+WIDEST = 2**14
+"""The most features of a row that are compared: of what is exchanged between ranks, a row has those of all tokens."""
 FEW_ROWS = 64
 """The most rows of a weight."""
 FEW = 4
@@ -64,6 +66,9 @@ def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:
         step = min(step, lead[dim])
         some = some[(slice(None),) * dim + (slice((lead[dim] - 1) % step, None, step),)]
     # 2. Their products.
+    if width > WIDEST:
+        some = some[..., :: -(-width // WIDEST)]
+        width = some.shape[-1]
     if some.dim() != 2:
         some = some.reshape(-1, width)
     if some.dtype != torch.float64:

@@ -7,13 +7,15 @@ computed before it; and one in turn, another one in each call, for branches that
 graph of the outputs. What operators keep for the recompute is equal in both passes: their arguments are compared.
 
 All are looked at when the forward pass ends, because kernels may write to a tensor after autograd saved it: RReLU to
-its noise, batch norm to its statistics.
+its noise, batch norm to its statistics. Until then they are held: in a block's first call all that it saves, and then
+those at the same places. A block that saves another number of tensors, as experts may, holds all in each call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,8 +30,21 @@ from lt_tiled.recompute.mode import PLAIN_TENSORS, hidden_from_checkpoints, is_b
 
 MOST_ENDS = 8
 """So many of the tensors on which outputs depend are compared, the last ones."""
+ROWS_OF_ARGUMENTS = 256
+"""The most rows that are compared of what a kept operator is given."""
 MOST_NODES = 200
 """So many nodes of the graph are looked at."""
+
+
+@dataclass
+class BlockHistory:
+    """What is known of the calls of a block so far."""
+
+    calls: int = 0
+    saved: int | None = None
+    """How many tensors each of them saved; -1 if that varies."""
+    ends: Collection[int] = ()
+    """The places of those on which its outputs depend."""
 
 
 class BlockFingerprints:
@@ -41,7 +56,7 @@ class BlockFingerprints:
         hidden: The block's hidden states ``[..., tokens, hidden]``.
         inputs: The tensors that the block is given.
         buffers: The ids of its buffers that are put back, and change between calls.
-        turn: The number of the call, which says which tensor has its turn.
+        history: Of the block's calls.
     """
 
     def __init__(
@@ -51,12 +66,12 @@ class BlockFingerprints:
         hidden: Tensor | None,
         inputs: Sequence[Tensor],
         buffers: Collection[int],
-        turn: int,
+        history: BlockHistory,
     ) -> None:
         self.name = name
         self.raises = raises
         self.buffers = buffers
-        self.turn = turn
+        self.history = history
         self.task = torch._C._current_graph_task_id()
         """The backward pass in which the forward pass runs, if it is part of another recompute."""
         self.tokens: tuple[int, ...] = ()
@@ -67,6 +82,14 @@ class BlockFingerprints:
         self.eps = 0.0
         """The unit in the last place of the least precise of them."""
         self._saved = 0
+        self._dtypes: set[torch.dtype] = set()
+        self._ends: Collection[int] | None = None
+        """The places of the tensors that are held, if they are known."""
+        self._turn = -1
+        if history.saved is not None and history.saved > 0:
+            self._ends = history.ends
+            self._turn = history.calls % history.saved
+        self._in_turn: tuple[int, Tensor] | None = None
         self._edges = {(tensor.grad_fn, tensor.output_nr): -1 for tensor in inputs}
         """The places of saved tensors by the edges of the graph that lead to them; -1 for inputs."""
         self._others: dict[int, list[int]] = {}
@@ -87,22 +110,38 @@ class BlockFingerprints:
             self._edges.clear()
             self._others.clear()
             self._held.clear()
+            self._in_turn = None
         return output
 
     def _look(self, output: Any) -> None:
         """Take the fingerprints of the tensors on which the outputs depend, and of that which has its turn."""
-        places = list(self._held)
-        if not places:
-            return
-        dtypes = {_plain(tensor).dtype for tensor in self._held.values()}
-        self.eps = max(EPS.get(dtype, 0.0) for dtype in dtypes)
-        chosen = self._ends(output) or places[-MOST_ENDS:]
-        for place in {*chosen, places[self.turn % len(places)]}:
-            tensor = self._held[place]
-            if _has_values(tensor) and not self._is_padded(tensor):
-                self.fingerprints[place] = self._fingerprint(tensor)
+        history = self.history
+        self.eps = max((EPS.get(dtype, 0.0) for dtype in self._dtypes), default=0.0)
+        # 1. Their places, unless they are known.
+        if self._ends is None:
+            history.ends = self._ends = self._find_ends(output) or list(self._held)[-MOST_ENDS:]
+            self._turn = history.calls % max(self._saved, 1)
+        # 2. Another number of tensors than in the calls before.
+        history.saved = self._saved if history.saved in (None, self._saved) else -1
+        history.calls += 1
+        # 3. Their fingerprints.
+        for place in {*self._ends, self._turn} & self._held.keys():
+            self._take(place, self._held[place])
+        if self._in_turn is not None:
+            self._take(*self._in_turn)
 
-    def _ends(self, output: Any) -> list[int]:
+    def _take(self, place: int, tensor: Tensor) -> None:
+        if _has_values(tensor) and not self._is_padded(tensor):
+            self.fingerprints[place] = self._fingerprint(tensor)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _take_in_turn(self, place: int, tensor: Tensor) -> None:
+        """Take the fingerprint of the tensor that has its turn, when the next one is saved, and hold it no longer."""
+        self._in_turn = None
+        with hidden_from_checkpoints():
+            self._take(place, tensor)
+
+    def _find_ends(self, output: Any) -> list[int]:
         """Return the places of the tensors that the outputs depend on through no other saved tensor."""
         waiting: list[tuple[Any, int]] = []
         for leaf in tree_leaves(output):
@@ -130,8 +169,12 @@ class BlockFingerprints:
         """Hold a tensor until the forward pass ends, and return its metadata."""
         place = self._saved
         self._saved += 1
-        plain = _plain(tensor)
-        if type(plain) in PLAIN_TENSORS and plain.layout is torch.strided and id(tensor) not in self.buffers:
+        self._dtypes.add(tensor.dtype)
+        if self._in_turn is not None and self._in_turn[1].dim() > 1:  # a vector may be statistics: see above
+            self._take_in_turn(*self._in_turn)
+        if self._ends is not None and place == self._turn and self._is_plain(tensor):
+            self._in_turn = (place, tensor)
+        if (self._ends is None or place in self._ends) and self._is_plain(tensor):
             self._held[place] = tensor
             if tensor.grad_fn is not None:
                 self._edges.setdefault((tensor.grad_fn, tensor.output_nr), place)
@@ -139,29 +182,34 @@ class BlockFingerprints:
                 self._others.setdefault(torch._C._autograd._get_sequence_nr() - 1, []).append(place)
         return _Saved(tensor.shape, tensor.dtype, place, self)
 
+    @skip
+    def _is_plain(self, tensor: Tensor) -> bool:
+        plain = _plain(tensor)
+        return type(plain) in PLAIN_TENSORS and plain.layout is torch.strided and id(tensor) not in self.buffers
+
     def _is_padded(self, tensor: Tensor) -> bool:
         """Whether it may be attention's sums of exponentials, ``[B, heads, S]``, with padding that nobody fills."""
         if not self.tokens or tensor.dim() != 3 or tensor.shape[-2] in self.tokens:
             return False
         return 0 < tensor.shape[-1] - self.tokens[0] < 32
 
-    def _fingerprint(self, tensor: Tensor) -> Tensor:
+    def _fingerprint(self, tensor: Tensor, most: int = ROWS) -> Tensor:
         plain = _plain(tensor)
         all_of_it = plain.numel() <= ROWS or plain.dim() > 2 or plain.shape[-2:-1].numel() in self.tokens
-        return fingerprint(plain, ROWS if all_of_it else FEW_ROWS)
+        return fingerprint(plain, most if all_of_it else FEW_ROWS)
 
     def argument(self, call: Any, argument: Any) -> None:
         """Look at an argument of an operator whose output is kept; in the recompute, compare it."""
         before = self.fingerprints.get(call)
         is_plain = isinstance(argument, Tensor) and type(_plain(argument)) in PLAIN_TENSORS and _has_values(argument)
         if before is not None:
-            self.compare(call, argument if is_plain else None)
+            self.compare(call, argument if is_plain else None, ROWS_OF_ARGUMENTS)
         elif is_plain:
             with hidden_from_checkpoints():
-                self.fingerprints[call] = self._fingerprint(argument)
+                self.fingerprints[call] = self._fingerprint(argument, ROWS_OF_ARGUMENTS)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
-    def compare(self, place: Any, tensor: Tensor | None) -> None:
+    def compare(self, place: Any, tensor: Tensor | None, most: int = ROWS) -> None:
         """Compare a tensor of the recompute at the end of the backward pass."""
         if not is_backward() or (tensor is not None and not _has_values(tensor)):
             return
@@ -170,7 +218,7 @@ class BlockFingerprints:
         eps = 0.0
         if tensor is not None:
             with hidden_from_checkpoints():
-                found = self._fingerprint(tensor)
+                found = self._fingerprint(tensor, most)
             if found.shape == before.shape:
                 now = found
             if tensor.is_floating_point() or tensor.is_complex():

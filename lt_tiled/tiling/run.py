@@ -249,7 +249,7 @@ class Recompute:
                     roots = last.roots(gradients[0])
             elif self.trace.prints is not None and self.prints is not None:
                 # Refused at the end, also with compare="warn": what the projection left out has no gradient.
-                self.prints.tiles.clear()
+                self.prints.outputs.clear()
                 self.trace.prints.raises = True
             del output
             # 4. Gradients go to the leaves.
