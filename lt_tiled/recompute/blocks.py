@@ -101,6 +101,12 @@ class BlockPatch(Patch):
     """Whether a recompute with other values raises, and does not only warn."""
     history: BlockHistory = field(default_factory=BlockHistory)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        copy = super().__deepcopy__(memo)
+        assert isinstance(copy, BlockPatch)
+        copy.history = BlockHistory()  # a copy may be changed, and save others
+        return copy
+
     def compiles(self, module: nn.Module) -> bool:
         """Return False if a mode must see each operation, and for views of a flat parameter of FSDP1.
 
