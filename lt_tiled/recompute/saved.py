@@ -30,8 +30,8 @@ from lt_tiled.recompute.mode import PLAIN_TENSORS, hidden_from_checkpoints, is_b
 
 MOST_ENDS = 8
 """So many of the tensors on which outputs depend are compared, the last ones."""
-ROWS_OF_ARGUMENTS = 256
-"""The most rows that are compared of what a kept operator is given."""
+FEWER_ROWS = 256
+"""The most rows that are compared of a tensor in turn, and of what a kept operator is given."""
 MOST_NODES = 200
 """So many nodes of the graph are looked at."""
 
@@ -132,7 +132,7 @@ class BlockFingerprints:
 
     def _take(self, place: int, tensor: Tensor) -> None:
         if _has_values(tensor) and not self._is_padded(tensor):
-            self.fingerprints[place] = self._fingerprint(tensor)
+            self.fingerprints[place] = self._fingerprint(place, tensor)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _take_in_turn(self, place: int, tensor: Tensor) -> None:
@@ -193,23 +193,27 @@ class BlockFingerprints:
             return False
         return 0 < tensor.shape[-1] - self.tokens[0] < 32
 
-    def _fingerprint(self, tensor: Tensor, most: int = ROWS) -> Tensor:
+    def _fingerprint(self, place: Any, tensor: Tensor) -> Tensor:
         plain = _plain(tensor)
-        all_of_it = plain.numel() <= ROWS or plain.dim() > 2 or plain.shape[-2:-1].numel() in self.tokens
-        return fingerprint(plain, most if all_of_it else FEW_ROWS)
+        most = FEWER_ROWS
+        if plain.numel() > ROWS and plain.dim() == 2 and plain.shape[0] not in self.tokens:  # a weight
+            most = FEW_ROWS
+        elif self._ends is not None and place in self._ends:
+            most = ROWS
+        return fingerprint(plain, most)
 
     def argument(self, call: Any, argument: Any) -> None:
         """Look at an argument of an operator whose output is kept; in the recompute, compare it."""
         before = self.fingerprints.get(call)
         is_plain = isinstance(argument, Tensor) and type(_plain(argument)) in PLAIN_TENSORS and _has_values(argument)
         if before is not None:
-            self.compare(call, argument if is_plain else None, ROWS_OF_ARGUMENTS)
+            self.compare(call, argument if is_plain else None)
         elif is_plain:
             with hidden_from_checkpoints():
-                self.fingerprints[call] = self._fingerprint(argument, ROWS_OF_ARGUMENTS)
+                self.fingerprints[call] = self._fingerprint(call, argument)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
-    def compare(self, place: Any, tensor: Tensor | None, most: int = ROWS) -> None:
+    def compare(self, place: Any, tensor: Tensor | None) -> None:
         """Compare a tensor of the recompute at the end of the backward pass."""
         if not is_backward() or (tensor is not None and not _has_values(tensor)):
             return
@@ -218,7 +222,7 @@ class BlockFingerprints:
         eps = 0.0
         if tensor is not None:
             with hidden_from_checkpoints():
-                found = self._fingerprint(tensor, most)
+                found = self._fingerprint(place, tensor)
             if found.shape == before.shape:
                 now = found
             if tensor.is_floating_point() or tensor.is_complex():
