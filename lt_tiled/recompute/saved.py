@@ -41,8 +41,8 @@ class BlockHistory:
     """What is known of the calls of a block so far."""
 
     calls: int = 0
-    saved: int | None = None
-    """How many tensors each of them saved; -1 if that varies."""
+    saved: int = 0
+    """How many tensors each of them saved; 0 if that is not known, -1 if it varies."""
     ends: Collection[int] = ()
     """The places of those on which its outputs depend."""
 
@@ -86,7 +86,7 @@ class BlockFingerprints:
         self._ends: Collection[int] | None = None
         """The places of the tensors that are held, if they are known."""
         self._turn = -1
-        if history.saved is not None and history.saved > 0:
+        if history.saved > 0:
             self._ends = history.ends
             self._turn = history.calls % history.saved
         self._in_turn: tuple[int, Tensor] | None = None
@@ -122,7 +122,7 @@ class BlockFingerprints:
             history.ends = self._ends = self._find_ends(output) or list(self._held)[-MOST_ENDS:]
             self._turn = history.calls % max(self._saved, 1)
         # 2. Another number of tensors than in the calls before.
-        history.saved = self._saved if history.saved in (None, self._saved) else -1
+        history.saved = self._saved if history.saved in (0, self._saved) else -1
         history.calls += 1
         # 3. Their fingerprints.
         for place in {*self._ends, self._turn} & self._held.keys():
@@ -205,7 +205,7 @@ class BlockFingerprints:
     def argument(self, call: Any, argument: Any) -> None:
         """Look at an argument of an operator whose output is kept; in the recompute, compare it."""
         before = self.fingerprints.get(call)
-        is_plain = isinstance(argument, Tensor) and type(_plain(argument)) in PLAIN_TENSORS and _has_values(argument)
+        is_plain = isinstance(argument, Tensor) and self._is_plain(argument) and _has_values(argument)
         if before is not None:
             self.compare(call, argument if is_plain else None)
         elif is_plain:
