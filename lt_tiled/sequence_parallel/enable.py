@@ -62,7 +62,7 @@ def _of_transformers(model: nn.Module) -> dict[nn.Module, Any]:
     """Return the modules in the models of transformers in a model, each with the configuration of its model."""
     found: dict[nn.Module, Any] = {}
     for _, module in walk_all(model):
-        if has_class(module, ("PreTrainedModel",)):
+        if _is_pretrained(module):
             for part in module.modules():
                 found.setdefault(part, module.config)
     return found
