@@ -7,21 +7,13 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from jsonargparse import set_parsing_settings
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import (
-    LightningArgumentParser,
-    LightningCLI,
-    LRSchedulerTypeTuple,
-    ReduceLROnPlateau,
-    SaveConfigCallback,
-    instantiate_class,
-)
-from torch.optim import Optimizer
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
 
 import lt_tiled
 from lt_tiled import lm as lm  # short names: --model=CausalLM --data=TextFiles
@@ -57,22 +49,9 @@ class TiledCLI(LightningCLI):
         commands = {**LightningCLI.subcommands(), "plan": arguments, "verify": arguments}
         return {self.command: commands[self.command]} if self.command in commands else commands
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_optimizer_args((Optimizer,))
-        parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
-
     def instantiate_classes(self) -> None:
         with torch.device("meta") if self.subcommand == "plan" else nullcontext():
             super().instantiate_classes()
-        optimizer, scheduler = (self._get(self.config_init, name) for name in ("optimizer", "lr_scheduler"))
-        if optimizer:
-
-            def configure_optimizers(module: LightningModule) -> Any:
-                return _optimizers(module, optimizer, scheduler)
-
-            self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
-        elif scheduler:
-            raise ValueError("lr_scheduler needs an optimizer: add one, such as --optimizer=AdamW.")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         if self.subcommand not in ("plan", "verify"):
@@ -90,27 +69,6 @@ class TiledCLI(LightningCLI):
     def _verify(self, **kwargs: Any) -> None:
         if not run_verify(self._get(self.config_init, "trainer", default={}), **kwargs).passed:
             raise SystemExit(1)
-
-
-def _optimizers(module: LightningModule, optimizer: Any, scheduler: Any) -> Any:
-    """Return what ``--optimizer`` and ``--lr_scheduler`` say, for the weights that ``configure_model`` has made."""
-    optimizer = instantiate_class([p for p in module.parameters() if p.requires_grad], optimizer)
-    if not scheduler:
-        return optimizer
-    scheduler = instantiate_class(optimizer, scheduler)
-    interval = "step" if isinstance(module, lm.CausalLM) else "epoch"  # of its own schedule, and Lightning's default
-    monitor = {"monitor": scheduler.monitor} if isinstance(scheduler, ReduceLROnPlateau) else {}
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval, **monitor}}
-
-
-class SaveRunConfig(SaveConfigCallback):
-    """Saves the configuration of the run as Lightning does, and never overwrites a file that it was read from."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        read = {Path(str(path)).resolve() for path in self.config.get("config") or []}
-        if trainer.log_dir is not None and (Path(trainer.log_dir) / self.config_filename).resolve() in read:
-            self.config_filename = "config_of_run.yaml"
-        super().setup(trainer, pl_module, stage)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -132,21 +90,18 @@ def main(args: list[str] | None = None) -> None:
         trainer_class=CommandsTrainer,
         trainer_defaults={"callbacks": [TilingReport()]},
         parser_kwargs={"prog": "lt-tiled", "description": lt_tiled.__doc__, "version": lt_tiled.__version__},
-        save_config_callback=SaveRunConfig,
-        auto_configure_optimizers=False,  # it would make them before the weights exist
-        save_config_kwargs={"overwrite": True},
+        save_config_kwargs={"config_filename": "run.yaml", "overwrite": True},  # and never the user's config.yaml
     )
 
 
 def _with_own_configs(args: list[str]) -> list[str]:
     """Replace ``configs/...`` by the package's file (in a checkout, the repository's) where no such file exists."""
-    package, result, previous = Path(lt_tiled.__file__).parent, list[str](), ""
+    package = Path(lt_tiled.__file__).parent
+    result = []
     for arg in args:
-        option, equals, name = arg.partition("=") if arg.startswith("--") else (previous, "", arg)
-        previous = arg
-        if option in ("--config", "--model", "--data", "--trainer") and name.startswith("configs/"):
-            places = (Path(), package, package.parent)
-            name = next((str(place / name) for place in places if (place / name).exists()), name)
-            arg = f"{option}={name}" if equals else name
-        result.append(arg)
+        option, equals, name = arg.rpartition("=")
+        if name.startswith("configs/") and option in ("", "--config", "--model", "--data", "--trainer"):
+            places = [Path(name), package / name, package.parent / name]
+            name = str(next((place for place in places if place.exists()), name))
+        result.append(f"{option}{equals}{name}")
     return result

@@ -144,10 +144,11 @@ def test_values_out_of_bounds(argument: str) -> None:
         main(["fit", *STRATEGY, SMALL, "--trainer.strategy.tiling.self_check=true", argument])
 
 
-def test_scheduler_without_optimizer() -> None:
-    """A scheduler on the command line needs an optimizer there."""
-    with pytest.raises(ValueError, match=r"lr_scheduler needs an optimizer: add one, such as --optimizer=AdamW"):
-        main(["fit", *STRATEGY[:2], SMALL, "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"])
+def test_another_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    """The optimizer of CausalLM is chosen on the command line, with its arguments."""
+    model = config(capsys, *STRATEGY, "--model.optimizer=SGD", "--model.optimizer.lr=0.1")["model"]
+    assert model["init_args"]["optimizer"]["class_path"] == "torch.optim.SGD"
+    assert model["init_args"]["optimizer"]["init_args"]["lr"] == 0.1
 
 
 @pytest.mark.slow
@@ -263,7 +264,7 @@ def test_a_config_is_not_written_over() -> None:
     Path("config.yaml").write_text(own)
     main(["fit", "--config", "config.yaml"])
     assert Path("config.yaml").read_text() == own
-    assert yaml.safe_load(Path("config_of_run.yaml").read_text())["trainer"]["max_steps"] == 1
+    assert yaml.safe_load(Path("run.yaml").read_text())["trainer"]["max_steps"] == 1
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from lt_tiled._log import inform, warn
@@ -21,7 +22,7 @@ from lt_tiled.lm.models import add_adapters, make_config, make_lora_config, requ
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import find_losses, patch_losses
 from lt_tiled.modules.cache import loss_function_set
-from lt_tiled.modules.find import full_shape, is_flat, plain_name
+from lt_tiled.modules.find import full_shape, plain_name
 from lt_tiled.policies import as_loss, check_count
 from lt_tiled.sequence_parallel.ulysses import gathered
 
@@ -30,7 +31,7 @@ class CausalLM(LightningModule):
     """Trains a causal language model of Hugging Face, from scratch or from a local directory.
 
     Nothing is downloaded. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``, and may have
-    ``labels`` of that shape (-100 where there is no loss; not shifted).
+    ``labels`` of that shape (-100 where there is no loss; not shifted) and other arguments of the model.
 
     Args:
         config: The fields of a Hugging Face configuration, such as ``{model_type: llama, hidden_size: 256, ...}``.
@@ -42,6 +43,8 @@ class CausalLM(LightningModule):
             number of tiles. ``False`` and ``None`` turn this off.
         learning_rate: The peak learning rate of AdamW.
         weight_decay: The weight decay of AdamW, for weights with two dimensions or more.
+        optimizer: Another optimizer in place of AdamW, with its own learning rate, such as
+            ``--model.optimizer=SGD --model.optimizer.lr=0.1`` on the command line.
         warmup_steps: Steps of linear warmup. Then a cosine schedule ends at a tenth of the peak.
         trust_remote_code: Run the Python code that ``path`` may contain. Otherwise a model that needs it raises.
 
@@ -59,6 +62,7 @@ class CausalLM(LightningModule):
         loss: bool | int | None = True,
         learning_rate: float = 3e-4,
         weight_decay: float = 0.1,
+        optimizer: OptimizerCallable | None = None,
         warmup_steps: int = 10,
         trust_remote_code: bool = False,
     ) -> None:
@@ -74,8 +78,11 @@ class CausalLM(LightningModule):
         check_count("warmup_steps", warmup_steps, least=0)
         require("transformers", "'lt-tiled[hf]'")
         self._lora = None if lora is None else make_lora_config(lora)
-        self.save_hyperparameters()
-        self.learning_rate, self.weight_decay, self.warmup_steps = learning_rate, weight_decay, warmup_steps
+        self.save_hyperparameters(ignore="optimizer")
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.optimizer = optimizer
+        self.warmup_steps = warmup_steps
         self._loss_shards = as_loss(loss)
         self.model: Any = None
         self._vectors: set[str] = set()
@@ -124,13 +131,16 @@ class CausalLM(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Compare the vocabularies of the model and the data before the model is built."""
-        data_tokens = getattr(self.trainer.datamodule, "vocab_size", None)  # type: ignore[attr-defined]
-        model_tokens = self.vocab_size
-        if data_tokens is not None and data_tokens > model_tokens:
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data_tokens, model_tokens = getattr(data, "vocab_size", 0), self.vocab_size
+        if data_tokens > model_tokens:
             raise ValueError(
                 f"The data has token ids up to {data_tokens - 1} and the model {model_tokens} tokens: set vocab_size:"
                 f" {data_tokens}."
             )
+        path = self.hparams["path"]
+        if path is not None and getattr(data, "tokenizer", path) is None:
+            warn(f"the tokens of the text are bytes: set tokenizer of TextFiles, such as --data.tokenizer={path}")
 
     def forward(self, input_ids: Tensor, **others: Any) -> Tensor:
         """Return logits of shape ``[B, S, vocab_size]``; ``others`` are arguments of the model."""
@@ -159,12 +169,7 @@ class CausalLM(LightningModule):
         self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(has_label))
 
     def _inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the arguments of the model for a batch without others, such as a mask."""
-        if others := sorted(set(batch) - {"input_ids", "labels"}):
-            raise ValueError(
-                f"The batch has {', '.join(others)}, which CausalLM does not give to its model: leave that out, with"
-                " padding on the right and labels of -100 there, or override training_step."
-            )
+        """Return the arguments of the model for a batch."""
         return {"labels": batch["input_ids"], **batch, "use_cache": False}
 
     def _token_losses(self, inputs: dict[str, Any]) -> Tensor:
@@ -192,19 +197,26 @@ class CausalLM(LightningModule):
         return losses[0][:, :-1]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        weights = [(plain_name(name), p) for name, p in self.named_parameters() if p.requires_grad]
-        if any(is_flat(weight) for _, weight in weights):
-            warn("FSDP with use_orig_params=False has one tensor per FSDP unit: biases and norms get weight decay too.")
-        groups: list[dict[str, Any]] = [
-            {"params": [p for name, p in weights if name not in self._vectors], "weight_decay": self.weight_decay},
-            {"params": [p for name, p in weights if name in self._vectors], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
-        warmup = LinearLR(optimizer, 1 / (self.warmup_steps + 1), total_iters=self.warmup_steps)
+        weights = [(plain_name(name), weight) for name, weight in self.named_parameters() if weight.requires_grad]
+        if self.optimizer is not None:
+            optimizer = self.optimizer(weight for _, weight in weights)
+        else:
+            vectors = [weight for name, weight in weights if name in self._vectors]
+            others = [weight for name, weight in weights if name not in self._vectors]
+            groups = [{"params": others, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+            optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
         steps = max(int(self.trainer.estimated_stepping_batches) - self.warmup_steps, 1)
-        cosine = CosineAnnealingLR(optimizer, steps, eta_min=self.learning_rate / 10)
-        schedule = SequentialLR(optimizer, [warmup, cosine], [self.warmup_steps])
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def share_of_peak(step: int) -> float:
+            if step < self.warmup_steps:
+                return (step + 1) / (self.warmup_steps + 1)
+            done = min((step - self.warmup_steps) / steps, 1)
+            return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, share_of_peak), "interval": "step"},
+        }
 
 
 class _Perplexity(MeanMetric):

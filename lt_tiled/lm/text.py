@@ -15,8 +15,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lt_tiled._log import inform, warn
-from lt_tiled.lm.causal import CausalLM
+from lt_tiled._log import warn
 from lt_tiled.lm.models import require
 from lt_tiled.policies import check_count
 
@@ -30,8 +29,7 @@ class TextFiles(LightningDataModule):
     Args:
         paths: Files, directories (their ``*.txt``, ``*.md`` and ``*.py`` files) and globs. The default is the source of
             the Python standard library, a text that every machine has.
-        tokenizer: A local directory with a Hugging Face tokenizer. The default is that in the ``path`` of CausalLM, or
-            bytes for a model without ``path``, or with 256 tokens.
+        tokenizer: A local directory with a Hugging Face tokenizer. By default each byte is a token.
         seq_len: Tokens per sequence.
         batch_size: Sequences per batch and device.
         held_out: The share of the sequences that validation and testing each get, at least one sequence.
@@ -40,8 +38,7 @@ class TextFiles(LightningDataModule):
         trust_remote_code: Run the Python code that ``tokenizer`` may contain. Otherwise one that needs it raises.
 
     Raises:
-        ValueError: If a path matches no file, a file cannot be read, the text has fewer than three sequences, or the
-            model in a local directory has other tokens than bytes and no tokenizer.
+        ValueError: If a path matches no file, a file cannot be read, or the text has fewer than three sequences.
     """
 
     def __init__(
@@ -69,37 +66,18 @@ class TextFiles(LightningDataModule):
         self.paths = [paths] if isinstance(paths, str) else paths
         self.seq_len, self.batch_size, self.num_workers = seq_len, batch_size, num_workers
         self.max_bytes, self.held_out, self.trust_remote_code = max_bytes, held_out, trust_remote_code
-        self.tokenizer = self._used = tokenizer
+        self.tokenizer = tokenizer
         self.vocab_size = 256
-        self.epoch: dict[str, Any] = {}
-        """What determines the batches of the current epoch. A loaded one also has ``total``, the batches so far."""
+        self.resumed: dict[str, Any] = {}
+        """What a checkpoint tells of its epoch."""
         self._parts: dict[str, Tensor] = {}
         self._cut_at = 0
 
     def setup(self, stage: str) -> None:
-        """Read and cut the text on every rank, and again if ``seq_len`` or the tokenizer has changed."""
-        tokenizer = self.tokenizer or self._tokenizer_of_the_model()
-        if tokenizer != self._used:
-            inform(f"the tokens of the text are {f'those of the tokenizer in {tokenizer}' if tokenizer else 'bytes'}")
-            self._used = tokenizer
-        elif self._cut_at == self.seq_len:
-            return
-        self._parts = self._cut()
-        self._cut_at = self.seq_len
-
-    def _tokenizer_of_the_model(self) -> str | None:
-        """Return the directory of the model if it has a tokenizer, or ``None`` for bytes."""
-        module = getattr(self.trainer, "lightning_module", None)
-        if not isinstance(module, CausalLM) or (path := module.hparams["path"]) is None:
-            return None
-        if has_tokenizer(path):
-            return str(path)
-        if module.vocab_size != 256:
-            raise ValueError(
-                f"The model in path={path!r} has {module.vocab_size} tokens and no tokenizer, and the data would be"
-                " bytes: set tokenizer of lt_tiled.lm.TextFiles to a local directory with the tokenizer of the model."
-            )
-        return None
+        """Read and cut the text on every rank, and again if ``seq_len`` has changed."""
+        if self._cut_at != self.seq_len:
+            self._parts = self._cut()
+            self._cut_at = self.seq_len
 
     def _cut(self) -> dict[str, Tensor]:
         """Return tensors of shape ``[sequences, seq_len]`` for the three parts, the same on every rank."""
@@ -124,25 +102,56 @@ class TextFiles(LightningDataModule):
         return {"train": training, "val": validation, "test": testing}
 
     def _tokenize(self, text: bytes) -> Tensor:
-        if self._used is None:
-            self.vocab_size = 256
+        if self.tokenizer is None:
             return torch.frombuffer(bytearray(text), dtype=torch.uint8)
         require("transformers", "'lt-tiled[hf]'")
         from transformers import AutoTokenizer
 
         options = {"local_files_only": True, "trust_remote_code": self.trust_remote_code}
-        tokenizer = AutoTokenizer.from_pretrained(self._used, **options)
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, **options)
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # its length is less if ids are left out
         ids = tokenizer(text.decode(errors="replace"), verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int32)
 
     def state_dict(self) -> dict[str, Any]:
-        if self.trainer is None or not self.epoch:
+        if self.trainer is None or not self._parts:
             return {}
-        return {**self.epoch, "total": self.trainer.fit_loop.epoch_loop.batch_progress.total.ready}
+        return {**self._epoch(), "total": self.trainer.fit_loop.epoch_loop.batch_progress.total.ready}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.epoch = state_dict
+        self.resumed = state_dict
+
+    def _epoch(self) -> dict[str, int]:
+        """Return what determines the batches of an epoch."""
+        assert self.trainer is not None
+        sampler = self.trainer.distributed_sampler_kwargs or {}
+        return {
+            "seq_len": self.seq_len,
+            "batch_size": self.batch_size,
+            "ranks": sampler.get("num_replicas", 1),
+            "seed": int(os.environ.get("PL_GLOBAL_SEED", 0)),
+            "sequences": len(self._parts["train"]),
+        }
+
+    def begin_epoch(self) -> int:
+        """Return the number of batches of this epoch that a resumed run has trained on.
+
+        Raises:
+            ValueError: If the data has changed within an epoch, so that other batches would be left of it.
+        """
+        if self.trainer is None:
+            return 0
+        counts = self.trainer.fit_loop.epoch_loop.batch_progress
+        if counts.current.ready == 0 or counts.total.ready != self.resumed.get("total"):
+            return 0
+        # No batch has been trained on since the checkpoint.
+        for name, value in self._epoch().items():
+            if self.resumed[name] != value:
+                raise ValueError(
+                    f"The checkpoint is of the middle of an epoch with {name}={self.resumed[name]}, and now {name}="
+                    f"{value}: resume with {name}={self.resumed[name]}, or from the end of an epoch."
+                )
+        return counts.current.ready
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Return batches in an order that depends only on the seed and on how many batches came before the epoch."""
@@ -183,61 +192,28 @@ class _ResumedLoader(DataLoader[Tensor]):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
         # A generator starts with its first batch. Lightning creates iterators before it restores its counts.
-        trained, trainer = 0, self.datamodule.trainer
+        trained = self.datamodule.begin_epoch()
+        trainer = self.datamodule.trainer
         if trainer is not None:
-            counts, saved = trainer.fit_loop.epoch_loop.batch_progress, self.datamodule.epoch
-            if counts.total.ready == saved.get("total"):  # no batch has been trained on since the checkpoint
-                trained = counts.current.ready
-            elif not saved and counts.current.ready and not counts.is_last_batch:
-                raise ValueError(
-                    f"The checkpoint was saved after {counts.current.ready} batches of an epoch of other data: resume"
-                    " with that data, or from a checkpoint of the end of an epoch."
-                )
-            if trained and trained >= saved["batches"]:
+            if trained and trained >= trainer.num_training_batches:
                 return  # the epoch is complete: Lightning starts the next one
-            self._begin_epoch(trained, trainer.num_training_batches)
-            if isinstance(self.sampler, DistributedSampler):  # a different number for each epoch
-                self.sampler.set_epoch(counts.total.completed - counts.current.completed)
+            if isinstance(self.sampler, DistributedSampler):
+                counts = trainer.fit_loop.epoch_loop.batch_progress
+                self.sampler.set_epoch(counts.total.completed - counts.current.completed)  # another for each epoch
         yield from islice(super().__iter__(), trained, None)
-
-    def _begin_epoch(self, trained: int, batches: float) -> None:
-        """Record what determines the batches of this epoch, which must be those of the checkpoint's epoch."""
-        epoch: dict[str, Any] = {
-            "seq_len": self.datamodule.seq_len,
-            "batch_size": self.batch_size,
-            "ranks": getattr(self.sampler, "num_replicas", 1),
-            "seed": getattr(self.sampler, "seed", 0),
-            "sequences": len(self.dataset),  # type: ignore[arg-type]  # it is a tensor
-        }
-        saved = self.datamodule.epoch
-        for name, value in epoch.items():
-            if trained and saved[name] != value:
-                raise ValueError(
-                    f"The checkpoint was saved after {trained} batches of an epoch with {name}={saved[name]}. With"
-                    f" {name}={value} other batches would be left: resume with {name}={saved[name]}, or from a"
-                    " checkpoint of the end of an epoch."
-                )
-        self.datamodule.epoch = {**saved, **epoch, "batches": batches}
-
-
-def has_tokenizer(directory: str) -> bool:
-    """Return whether a directory has a tokenizer: what ``save_pretrained`` writes, or its vocabulary alone."""
-    files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
-    return any((Path(directory) / file).is_file() for file in files)
 
 
 def files_of(path: str) -> list[Path]:
     """Return the file, the texts of a directory, or the files of a glob: at least one."""
     if Path(path).is_dir():
         candidates = [file for file in Path(path).rglob("*") if file.suffix in (".txt", ".md", ".py")]
-    elif Path(path).is_file():  # its name may look like a glob
-        candidates = [Path(path)]
     else:
-        candidates = [Path(name) for name in glob(path, recursive=True)]
-    files = sorted(file for file in candidates if file.is_file())  # reading a named pipe would wait for a writer
+        candidates = [Path(path), *map(Path, glob(path, recursive=True))]  # a file's name may look like a glob
+    files = sorted({file for file in candidates if file.is_file()})  # reading a named pipe would wait for a writer
     if not files:
-        kinds = "a file, a directory with .txt, .md or .py files, or a glob"
-        raise ValueError(f"paths: {path!r} matches no file: pass {kinds}.")
+        raise ValueError(
+            f"paths: {path!r} matches no file: pass a file, a directory with .txt, .md or .py files, or a glob."
+        )
     return files
 
 

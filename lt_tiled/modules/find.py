@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FlatParameter
 
 Target = str | Callable[[str, nn.Module], bool]
 """A class name, a path glob, or a function of a module's path and the module that chooses."""
@@ -41,11 +40,6 @@ def full_shape(weight: Tensor) -> Sequence[int]:
     """Return the shape of a weight; under ZeRO-3 an empty tensor takes its place."""
     shape: Sequence[int] = getattr(weight, "ds_shape", weight.shape)
     return shape
-
-
-def is_flat(weight: Tensor) -> bool:
-    """Whether a weight is FSDP's flat tensor of several (``use_orig_params=False``)."""
-    return isinstance(weight, FlatParameter)
 
 
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:

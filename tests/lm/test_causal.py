@@ -176,6 +176,26 @@ def test_code_of_a_model_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path("was_run").exists()
 
 
+def test_another_optimizer(data: TextFiles) -> None:
+    """``optimizer`` takes the place of AdamW, and the schedule scales its own learning rate."""
+    model = CausalLM(LLAMA, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.5), warmup_steps=1)
+    trainer("tiled", max_steps=1, limit_val_batches=0).fit(model, datamodule=data)
+    optimizer = model.optimizers().optimizer
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.param_groups[0]["initial_lr"] == 0.5
+
+
+def test_bytes_for_a_model_with_a_tokenizer(tmp_path: Path, data: TextFiles, caplog: pytest.LogCaptureFixture) -> None:
+    """A run whose model comes from a directory, and its data without a tokenizer, says that the tokens are bytes."""
+    tiny_llama(vocab_size=256).save_pretrained(tmp_path / "model")
+    with caplog.at_level("WARNING", "lt_tiled"):
+        trainer("tiled", limit_val_batches=0).fit(CausalLM(path=str(tmp_path / "model")), datamodule=data)
+    assert (
+        f"the tokens of the text are bytes: set tokenizer of TextFiles, such as --data.tokenizer={tmp_path}"
+        in caplog.text
+    )
+
+
 def test_vocabulary_too_small(data: TextFiles) -> None:
     """A vocabulary smaller than the data's stops the run before its first step, with both sizes."""
     with pytest.raises(ValueError, match=r"token ids up to 255 and the model 64 tokens: set vocab_size: 256"):
@@ -220,15 +240,6 @@ def test_evaluation_through_an_adapter(tiled: bool, data: TextFiles) -> None:
         assert len(calls) == 1
         assert float(losses.mean()) == pytest.approx(float(model.model(input_ids=ids, labels=ids).loss), rel=1e-5)
     assert all("_loss_function" not in vars(m) and "loss_function" not in vars(m) for m in model.modules())
-
-
-@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
-def test_other_inputs(name: str) -> None:
-    """A batch with more than CausalLM gives to its model, such as a mask of padding, is refused by name."""
-    ids = torch.zeros(1, 8, dtype=torch.long)
-    module = CausalLM(LLAMA)
-    with pytest.raises(ValueError, match=f"The batch has {name}, which CausalLM does not give to its model"):
-        module.training_step({"input_ids": ids, name: torch.ones_like(ids)}, 0)
 
 
 def test_labels() -> None:
