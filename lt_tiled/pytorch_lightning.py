@@ -35,16 +35,12 @@ class MemoryMonitor(callbacks.MemoryMonitor, Callback):
     """:class:`lt_tiled.callbacks.MemoryMonitor` for ``pytorch_lightning``."""
 
 
-class OffloadedCheckpointing(callbacks.OffloadedCheckpointing, Callback):
-    """:class:`lt_tiled.callbacks.OffloadedCheckpointing` for ``pytorch_lightning``."""
-
-
 class SequenceLengthFinder(callbacks.SequenceLengthFinder, Callback):
     """:class:`lt_tiled.callbacks.SequenceLengthFinder` for ``pytorch_lightning``."""
 
 
-class TiledMLP(callbacks.TiledMLP, Callback):
-    """:class:`lt_tiled.callbacks.TiledMLP` for ``pytorch_lightning``."""
+class Tiled(callbacks.Tiled, Callback):
+    """:class:`lt_tiled.callbacks.Tiled` for ``pytorch_lightning``."""
 
 
 class TilingReport(callbacks.TilingReport, Callback):

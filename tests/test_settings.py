@@ -57,8 +57,7 @@ TAKES = {
     "lt_tiled.TiledFSDPStrategy": [*SETTINGS],
     "lt_tiled.TiledModelParallelStrategy": [*SETTINGS],
     "lt_tiled.TiledDeepSpeedStrategy": [*SETTINGS],
-    "lt_tiled.callbacks.TiledMLP": ["tiling", "loss"],
-    "lt_tiled.callbacks.OffloadedCheckpointing": ["activation_checkpointing"],
+    "lt_tiled.callbacks.Tiled": ["tiling", "activation_checkpointing", "loss"],
 }
 """The arguments with policies of each class that a Trainer takes."""
 

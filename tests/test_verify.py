@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling, verify
-from lt_tiled.callbacks import TiledMLP
+from lt_tiled.callbacks import Tiled
 from lt_tiled.cli import main
 from lt_tiled.loss.autograd import _TiledLoss
 from lt_tiled.recompute.mode import RandomState
@@ -336,7 +336,7 @@ def test_what_cannot_be_verified(arguments: dict[str, Any], message: str) -> Non
 
 def test_callbacks_and_modules() -> None:
     """Callbacks of lt_tiled take part with a stock strategy, and a LightningModule runs its own step."""
-    assert verify(LitTiny(), IDS, strategy="auto", accelerator="cpu", callbacks=[TiledMLP(3)]).tiles == {
+    assert verify(LitTiny(), IDS, strategy="auto", accelerator="cpu", callbacks=[Tiled(3, None)]).tiles == {
         "net.blocks.0.mlp": 3,
         "net.blocks.1.mlp": 3,
     }

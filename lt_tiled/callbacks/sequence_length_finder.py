@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torchmetrics import Metric
 
 from lt_tiled._log import inform, progress
-from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.memory import PeakMemory, gib, provides
 from lt_tiled.policies import check_count, parse_bytes
 from lt_tiled.recompute.mode import random_state_kept
@@ -87,14 +86,8 @@ class SequenceLengthFinder(Callback):
         trainer.fit_loop._combined_loader = None
 
     def _holder(self, trainer: Any, module: LightningModule) -> Any:
-        """Return what has the sequence length as an attribute; raise if the search would not be that of the run."""
+        """Return what has the sequence length as an attribute."""
         data = trainer.datamodule
-        for callback in trainer.callbacks[trainer.callbacks.index(self) :]:
-            if isinstance(callback, AppliesPolicies):
-                raise ValueError(
-                    f"{type(callback).__name__} comes after SequenceLengthFinder, which would try the model without it:"
-                    " put it first, or set its policy in the strategy."
-                )
         if not trainer.fit_loop._data_source.is_module():
             raise ValueError(
                 "The data loaders were given to fit, so their sequence length cannot be set: pass a datamodule, or a"

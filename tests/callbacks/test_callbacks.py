@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy
-from lt_tiled.callbacks import MemoryMonitor, OffloadedCheckpointing, TiledMLP, TilingReport
+from lt_tiled.callbacks import MemoryMonitor, Tiled, TilingReport
 from tests.lit import LitTiny, logged, replaced, trainer
 from tests.parity import near
 
@@ -19,7 +19,7 @@ def test_losses_are_the_same_and_it_is_undone() -> None:
     """
     plain, model = LitTiny(), LitTiny()
     trainer("auto").fit(plain)
-    callback = TiledMLP(4)
+    callback = Tiled(4, None)
     run = trainer("auto", callbacks=[callback])
     run.fit(model)
     assert model.losses == near(plain.losses)
@@ -35,7 +35,7 @@ def test_it_is_undone_after_an_exception() -> None:
     """An exception in a step leaves the model plain."""
     model = LitTiny(steps_fail_at=1)
     with pytest.raises(ArithmeticError, match="the step failed"):
-        trainer("auto", callbacks=[TiledMLP(4)]).fit(model)
+        trainer("auto", callbacks=[Tiled(4, None)]).fit(model)
     assert model.forwards_replaced == {6}
     assert replaced(model) == 0
 
@@ -45,7 +45,7 @@ def test_offloaded_checkpointing(tmp_path: Path) -> None:
     plain, model = LitTiny(), LitTiny()
     trainer("tiled", callbacks=[]).fit(plain)
     logger = CSVLogger(tmp_path, name="logs")
-    callback = OffloadedCheckpointing(ActivationCheckpointing(offload="disk", directory=str(tmp_path)))
+    callback = Tiled(True, ActivationCheckpointing(offload="disk", directory=str(tmp_path)))
     trainer("auto", callbacks=[callback, MemoryMonitor()], logger=logger, log_every_n_steps=1).fit(model)
     assert model.losses == plain.losses
     assert replaced(model) == 0

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lt_tiled import TiledSingleDeviceStrategy
-from lt_tiled.callbacks import SequenceLengthFinder, TiledMLP
+from lt_tiled.callbacks import SequenceLengthFinder, Tiled
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.lit import LitTiny, accelerator, trainer
 from tests.planner.runs import LLAMA
@@ -145,7 +145,7 @@ def test_bad_input(arguments: dict[str, Any], message: str) -> None:
 PROGRAM = """
 import resource
 from lightning.pytorch.callbacks import LambdaCallback
-from lt_tiled.callbacks import SequenceLengthFinder, TiledMLP
+from lt_tiled.callbacks import SequenceLengthFinder, Tiled
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.lit import trainer
 from tests.planner.runs import LLAMA
@@ -224,24 +224,23 @@ LOADER = DataLoader(torch.zeros(8, 24, dtype=torch.long), batch_size=2)
 
 
 @pytest.mark.parametrize(
-    ("module", "callbacks", "loader", "message"),
+    ("module", "loader", "message"),
     [
-        (LitTiny, [], None, r"LitTiny has an attribute 'seq_len'.*SequenceLengthFinder\(attribute=...\)"),
-        (Long, [], LOADER, r"loaders were given to fit.*attribute 'seq_len'"),
-        (Long, [TiledMLP(2)], None, "TiledMLP comes after SequenceLengthFinder"),
+        (LitTiny, None, r"LitTiny has an attribute 'seq_len'.*SequenceLengthFinder\(attribute=...\)"),
+        (Long, LOADER, r"loaders were given to fit.*attribute 'seq_len'"),
     ],
-    ids=["attribute", "loaders", "order"],
+    ids=["attribute", "loaders"],
 )
-def test_what_cannot_be_searched(module: type[LitTiny], callbacks: list[Any], loader: Any, message: str) -> None:
-    """Data whose length has another name, loaders given to ``fit``, and a callback that tiles and comes after the
-    finder, which would try the model without it, are refused with the remedy.
-    """
+def test_what_cannot_be_searched(module: type[LitTiny], loader: Any, message: str) -> None:
+    """Data whose length has another name, and loaders given to ``fit``, are refused with the remedy."""
     with pytest.raises(ValueError, match=message):
-        trainer("auto", callbacks=[SequenceLengthFinder(), *callbacks], limit_val_batches=0).fit(module(), loader)
+        trainer("auto", callbacks=[SequenceLengthFinder()], limit_val_batches=0).fit(module(), loader)
 
 
-def test_a_callback_before_the_finder() -> None:
-    """A callback that tiles and comes before the finder counts."""
+def test_a_callback_that_tiles() -> None:
+    """The finder tries the model with what a callback did to it, wherever that stands."""
     module = Long()
-    trainer("auto", callbacks=[TiledMLP(2), SequenceLengthFinder(start=64, limit=64)], limit_val_batches=0).fit(module)
+    trainer("auto", callbacks=[SequenceLengthFinder(start=64, limit=64), Tiled(2, None)], limit_val_batches=0).fit(
+        module
+    )
     assert module.forwards_replaced == {6}

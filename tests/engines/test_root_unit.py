@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import lt_tiled
 from lt_tiled import tiled_linear_cross_entropy
-from lt_tiled.callbacks import TiledMLP
+from lt_tiled.callbacks import Tiled
 from tests.lit import Ids, LitTiny, replaced, trainer
 from tests.models import TinyLM, lm_loss
 from tests.parity import near
@@ -163,7 +163,7 @@ def steps(strategy: Any, devices: int, method: str, **kwargs: Any) -> tuple[list
 
 def in_fabric(method: str, by_callback: bool) -> tuple[list[float], list[float], Tensor]:
     chosen = lt_tiled.fabric.TiledModelParallelStrategy(tiling=None if by_callback else 4)
-    return steps(chosen, 2, method, callbacks=[TiledMLP(4)] if by_callback else [])
+    return steps(chosen, 2, method, callbacks=[Tiled(4, None)] if by_callback else [])
 
 
 @pytest.mark.parametrize(("method", "by_callback"), [("loss", False), ("training_step", False), ("loss", True)])

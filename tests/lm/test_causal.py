@@ -13,7 +13,7 @@ import torch
 from torchmetrics.functional.text import perplexity
 
 from lt_tiled import TiledSingleDeviceStrategy, Tiling
-from lt_tiled.callbacks import TiledMLP, TilingReport
+from lt_tiled.callbacks import Tiled, TilingReport
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.lit import trainer
 from tests.meters import peak_bytes
@@ -112,7 +112,7 @@ def test_a_strategy_says_how_many_tiles(data: TextFiles) -> None:
     """
     model, report = CausalLM(LLAMA), TilingReport()
     fifth = TiledSingleDeviceStrategy(loss=5)
-    ways = [(fifth, [], 5), ("tiled", [], 1), ("auto", [TiledMLP(tiling=False, loss=2)], 2)]
+    ways = [(fifth, [], 5), ("tiled", [], 1), ("auto", [Tiled(None, None, loss=2)], 2)]
     for strategy, callbacks, tiles in ways:
         trainer(strategy, callbacks=[report, *callbacks], limit_val_batches=0).fit(model, datamodule=data)
         (row,) = report.report.losses

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lt_tiled
 from lt_tiled import ActivationCheckpointing
-from lt_tiled.callbacks import OffloadedCheckpointing, TiledMLP
+from lt_tiled.callbacks import Tiled
 from lt_tiled.fabric import TiledSingleDeviceStrategy
 from tests.architectures import ARCHITECTURES
 from tests.lit import replaced
@@ -76,7 +76,7 @@ def test_several_models(by_callback: bool) -> None:
     """Two models of one strategy, or of one callback, are both tiled; setting one up again patches nothing twice; and
     both are restored at the end.
     """
-    strategy, callback = TiledSingleDeviceStrategy(tiling=4), TiledMLP(4)
+    strategy, callback = TiledSingleDeviceStrategy(tiling=4), Tiled(4, None)
     options = {"callbacks": [callback]} if by_callback else {"strategy": strategy}
     fabric, models = Fabric(accelerator="cpu", devices=1, **options), [TinyLM(), TinyLM()]
     for model in models:
@@ -102,7 +102,7 @@ def test_offload(tmp_path: Path) -> None:
     by_strategy, _, fabric = train(
         TiledSingleDeviceStrategy(tiling=None, activation_checkpointing=ActivationCheckpointing(**policy))
     )
-    callback = OffloadedCheckpointing(ActivationCheckpointing(**policy))
+    callback = Tiled(None, ActivationCheckpointing(**policy))
     by_callback, _, _ = train("auto", callbacks=[callback])
     assert by_strategy == by_callback == plain
     found = [prepared[0].offloader.stats for prepared in (fabric.strategy.prepared, callback.prepared)]

@@ -66,7 +66,7 @@ def test_callbacks(tmp_path: Path) -> None:
     finder = home.SequenceLengthFinder(start=8, limit=24, granule=8)
     monitor, report = home.MemoryMonitor(), home.TilingReport()
     offload = lt_tiled.ActivationCheckpointing(offload="disk", keep_last=0)
-    callbacks = [home.TiledMLP(4), home.OffloadedCheckpointing(offload), finder, monitor, report]
+    callbacks = [home.Tiled(4, offload), finder, monitor, report]
     assert all(isinstance(callback, pytorch_lightning.Callback) for callback in callbacks)
     logger = CSVLogger(str(tmp_path))
     run = trainer("auto", pytorch_lightning.Trainer, callbacks=callbacks, logger=logger, log_every_n_steps=1)
