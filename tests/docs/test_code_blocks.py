@@ -66,7 +66,7 @@ def _script(parts: list[Block]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.table("README|docs/(settings|coming_from|models|benchmarks|recipes/.*8b|recipes/large.*)")
+@pytest.mark.table("README|docs/(settings|coming_from|models|benchmarks)")
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if blocks(d)], ids=name_of)
 def test_code_blocks(document: Path) -> None:
     """The commands, the Python and the configurations of a document run, and print what it says that they print."""

@@ -1,60 +1,33 @@
-"""The predictions that the recipes print."""
+"""The predictions on the page of recipes."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 from lt_tiled.cli import main
-from tests.docs.documents import ROOT, Block, blocks
-from tests.docs.test_links import slug
+from tests.docs.documents import ROOT
 
 pytestmark = pytest.mark.slow
 
-PAGES = [ROOT / "docs" / "recipes" / name for name in ("llama_8b.md", "large_models.md")]
-RECIPES = [
-    (page, before, after)
-    for page in PAGES
-    for before, after in zip(blocks(page), blocks(page)[1:], strict=False)
-    if before.direction == "recipe"
-]
-
-
-def plain(text: str) -> str:
-    """Return text without the lines of tables, on one line."""
-    return re.sub(r"[\s│]+", " ", text).strip()
-
-
-def row(page: Path, command: Block) -> str:
-    """Return the row of the index that links to the section of a command."""
-    headings = [line for line in page.read_text().splitlines()[: command.line] if line.startswith("## ")]
-    link = f"({page.name}#{slug(headings[-1].removeprefix('## '))})"
-    (found,) = (line for line in (page.parent / "index.md").read_text().splitlines() if link in line)
-    return found
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+RECIPES = re.findall(r"^\| .+ \| \d+ x (\d+ GB) \| (.+) \| (.+) \| .+ \| `(.+\.yaml)` \|$", PAGE, re.MULTILINE)
 
 
 @pytest.mark.table(".*24gb.*")
-@pytest.mark.parametrize(("page", "command", "printed"), RECIPES, ids=[plain(c.code)[:72] for _, c, _ in RECIPES])
-def test_predictions(page: Path, command: Block, printed: Block, capsys: pytest.CaptureFixture[str]) -> None:
-    """A recipe's command prints its lines with these figures, for the complete model, and its row of the index has the
-    peak.
-    """
+@pytest.mark.parametrize(("memory", "peak", "offloaded", "file"), RECIPES, ids=[recipe[-1] for recipe in RECIPES])
+def test_predictions(memory: str, peak: str, offloaded: str, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The prediction for a recipe has the figures of its row, and fits into the memory of its GPUs."""
     Path("configs").symlink_to(ROOT / "configs")
-    main(shlex.split(command.code)[1:])
-    output = plain(capsys.readouterr().out)
-    lines = printed.code.splitlines()
-    for line in lines:
-        assert plain(line) in output
-    assert "It fits into" in output
-    peak = lines[0].removeprefix("predicted peak of a rank ")
-    assert f"| {peak} |" in row(page, command)
+    main(["plan", "--config", f"configs/recipes/{file}", "--memory", memory])
+    printed = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert f"predicted peak of a rank {peak} " in printed
+    assert f"Offloaded: {offloaded} to CPU memory" in printed
+    assert "It fits into" in printed
 
 
-def test_every_recipe_has_a_section() -> None:
-    """Each configuration of ``configs/recipes`` is in a recipe that has its prediction."""
-    files = {f"configs/recipes/{file.name}" for file in (ROOT / "configs" / "recipes").glob("*.yaml")}
-    words = {word for _, command, _ in RECIPES for word in command.code.split()}
-    assert files == {word for word in words if word.startswith("configs/recipes/")}
+def test_every_recipe_is_on_the_page() -> None:
+    """The table of the page has each file of ``configs/recipes``, once."""
+    assert sorted(recipe[-1] for recipe in RECIPES) == sorted(f.name for f in (ROOT / "configs/recipes").glob("*.yaml"))
