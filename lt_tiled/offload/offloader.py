@@ -259,10 +259,18 @@ def build_offloader(policy: ActivationCheckpointing, ranks_per_node: int | None 
     """Open the tiers of a policy with ``offload`` set.
 
     ``ranks_per_node`` processes share a node's budgets: by default the launcher's number, else all ranks.
+
+    Raises:
+        ValueError: If the launcher's number is none.
     """
     assert policy.offload is not None
-    all_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    ranks = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", all_ranks))  # torchrun sets it
+    ranks = ranks_per_node
+    if ranks is None:
+        all_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        launched = os.environ.get("LOCAL_WORLD_SIZE", str(all_ranks))  # torchrun sets it
+        if not launched.isdecimal() or int(launched) < 1:
+            raise ValueError(f"LOCAL_WORLD_SIZE={launched!r} must be the number of ranks of this node: unset it.")
+        ranks = int(launched)
     cpu = disk = None
     if "cpu" in policy.offload:
         budget = available_memory() // 2 if policy.cpu_budget is None else parse_bytes(policy.cpu_budget, "cpu_budget")

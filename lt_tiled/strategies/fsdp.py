@@ -26,6 +26,7 @@ from lt_tiled._log import warn
 from lt_tiled.policies import ActivationCheckpointing, ActivationCheckpointingLike
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
 from lt_tiled.strategies.blocks import blocks_to_shard
+from lt_tiled.strategies.optimizer_order import check_order, check_order_of_fabric
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -187,12 +188,19 @@ class TrainerFSDP(_FSDP, TiledTrainerStrategy):
             return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
         return state
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = self.broadcast(checkpoint_path)
+        assert self.model is not None
+        check_order(path, weights_only, self.model, dict(enumerate(self.optimizers)))
+        return super().load_checkpoint(path, weights_only)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self.saves_full_on_cpu:
             return super().lightning_module_state_dict()
         self.free_buffers()
         assert self.model is not None
-        return get_model_state_dict(self.model, options=_FULL)
+        state = get_model_state_dict(self.model, options=_FULL)
+        return state if self.global_rank == 0 else {}  # as Lightning's
 
 
 class FabricFSDP(_FSDP, TiledFabricStrategy):
@@ -228,3 +236,10 @@ class FabricFSDP(_FSDP, TiledFabricStrategy):
                 shutil.rmtree(path)
             torch.save(full, path)
         return None
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = self.broadcast(path)
+        check_order_of_fabric(path, weights_only, state)
+        return super().load_checkpoint(path, state, strict, weights_only)

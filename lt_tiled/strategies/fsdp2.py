@@ -18,6 +18,7 @@ from lt_tiled.modules.find import plain_name
 from lt_tiled.policies import check_count
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
 from lt_tiled.strategies.blocks import blocks_to_shard
+from lt_tiled.strategies.optimizer_order import check_order, check_order_of_fabric
 from lt_tiled.training_step.step import nothing
 
 if TYPE_CHECKING:
@@ -100,6 +101,11 @@ class TrainerFSDP2(_FSDP2, TiledTrainerStrategy):
             if hook is nothing:
                 del module.configure_model
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = self.broadcast(checkpoint_path)
+        check_order(path, weights_only, self.lightning_module, dict(enumerate(self.optimizers)))
+        return super().load_checkpoint(path, weights_only)
+
 
 def _shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, str, nn.Parameter]]:
     """Yield the weights that belong to two blocks, or to a block and the rest of the model, after their names."""
@@ -165,10 +171,14 @@ class FabricFSDP2(_FSDP2, TiledFabricStrategy):
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(path, {key: _without_root(value) for key, value in state.items()}, *args, **kwargs)
 
-    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = self.broadcast(path)
         if isinstance(state, dict):  # Fabric reads the loaded values from this very dictionary
             state.update({key: _without_root(value) for key, value in state.items()})
-        return super().load_checkpoint(path, _without_root(state), *args, **kwargs)
+        check_order_of_fabric(path, weights_only, state)
+        return super().load_checkpoint(path, _without_root(state), strict, weights_only)
 
 
 class _Root(nn.Module):

@@ -187,7 +187,7 @@ def test_tiers_in_order(make: Make) -> None:
 
 
 def test_budgets_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node's budgets are divided by its ranks: the given number, or torchrun's."""
+    """A node's budgets are divided by its ranks: the given number, or torchrun's, which must be one."""
     policy = ActivationCheckpointing(offload="cpu+disk", cpu_budget="1MiB", disk_budget="2MiB", directory=str(tmp_path))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for ranks, shares in ((None, 4), (2, 2)):
@@ -195,6 +195,10 @@ def test_budgets_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert offloader.cpu.budget == 2**20 // shares
         assert offloader.disk.limit == 2**21 // shares
         offloader.close()
+    for wrong in ("0", "-3", "abc"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", wrong)
+        with pytest.raises(ValueError, match=f"LOCAL_WORLD_SIZE='{wrong}' must be the number of ranks of this node"):
+            build_offloader(policy)
 
 
 def test_released_before_the_backward(make: Make) -> None:
