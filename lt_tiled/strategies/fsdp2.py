@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lt_tiled._log import inform
+from lt_tiled._log import inform, warn
 from lt_tiled.modules.find import plain_name
 from lt_tiled.policies import check_count
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
@@ -90,6 +90,11 @@ class TrainerFSDP2(_FSDP2, TiledTrainerStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
+        if not module.automatic_optimization and not any(isinstance(part, FSDPModule) for part in module.modules()):
+            warn(
+                f"{type(module).__name__} becomes one FSDP root, whose weights the first backward pass of a step frees:"
+                " for several in a step, call fully_shard on each network in configure_model."
+            )
         self.shard(module)
         for step in ("training_step", "validation_step", "test_step", "predict_step"):
             if step not in vars(module):  # else an earlier run registered it

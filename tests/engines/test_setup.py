@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import re
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch import nn
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 import lt_tiled
 from tests.engines.cells import error_of, strategy
 from tests.engines.conftest import OnRanks
-from tests.lit import LitTiny, replaced, trainer
+from tests.lit import Ids, LitTiny, replaced, trainer
+from tests.models import TinyLM, lm_loss
+from tests.world import World
 
 
 class ShardsInside(LitTiny):
@@ -84,3 +91,50 @@ def test_trainer_refuses(
         assert re.search(message, text)
         assert "auto_wrap_policy={MyBlock}" in text or "FSDP unit" not in text
         assert left == 0
+
+
+class TwoNetworks(LightningModule):
+    """Steps twice, each time on another network, with a backward pass of its own."""
+
+    def __init__(self, shards: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.shards = shards
+        self.losses: list[float] = []
+        self.first, self.second = TinyLM(), TinyLM()
+
+    def configure_model(self) -> None:
+        if self.shards:
+            fully_shard(self.first, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.second, mesh=self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(network.parameters(), 0.1) for network in (self.first, self.second)]
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Ids(4))
+
+    def training_step(self, ids: Tensor, index: int) -> None:
+        for network, optimizer in zip((self.first, self.second), self.optimizers(), strict=True):
+            loss = lm_loss(network(ids), ids)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.losses.append(float(loss.detach()))
+
+
+def two_networks(shards: bool) -> tuple[str, str]:
+    module, said = TwoNetworks(shards), io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("lt_tiled").addHandler(handler)
+    kind, _ = error_of(lambda: trainer(strategy(lt_tiled, "fsdp2"), devices=dist.get_world_size()).fit(module))
+    logging.getLogger("lt_tiled").removeHandler(handler)
+    return kind, said.getvalue()
+
+
+def test_several_backward_passes_in_a_step(world: World) -> None:
+    """Under FSDP2 a module that shards its networks may run several backward passes in a step; another is told to."""
+    for kind, said in world(two_networks, True):
+        assert (kind, "FSDP root" in said) == ("", False)
+    said = world(two_networks, False)[0][1]  # rank 0 logs
+    assert "for several in a step, call fully_shard on each network in configure_model" in said
