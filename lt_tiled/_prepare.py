@@ -14,10 +14,10 @@ from lt_tiled._log import inform, warn
 from lt_tiled.engines.found import Engine
 from lt_tiled.engines.zero import patch_leaves, restore_leaves
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.loss.transformers import find_losses, patch_losses, restore_losses
+from lt_tiled.loss.transformers import find_losses, patch_losses
 from lt_tiled.modules.cache import patch_models
 from lt_tiled.modules.feed_forward import Tileable
-from lt_tiled.modules.patch import get_patch, patch_until
+from lt_tiled.modules.patch import get_patch, patch_until, remove_patches
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.offload.offloader import Offloader, build_offloader
 from lt_tiled.policies import (
@@ -36,7 +36,7 @@ from lt_tiled.sequence_parallel.door import Door
 from lt_tiled.sequence_parallel.enable import enable, find_doors, reach_attention
 from lt_tiled.sequence_parallel.groups import group_of
 from lt_tiled.tiling.call import EngineNeeds, Owner
-from lt_tiled.tiling.patch import TiledPatch, patch_tiled, restore_tiled
+from lt_tiled.tiling.patch import TiledPatch, patch_tiled
 
 
 class AppliesPolicies:
@@ -171,8 +171,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         """Run modules and losses in tiles, until ``undo`` is closed."""
         owner = Owner()
         undo.callback(restore_leaves, self.model)  # the last one: leaf modules are those with tiles
-        undo.callback(restore_losses, self.model, owner)
-        undo.callback(restore_tiled, self.model, owner)
+        undo.callback(remove_patches, self.model, owner)
         if policies.tiling is not None:
             for tileable in plan.tiled:
                 patch_tiled(tileable, policies.tiling, needs, owner)

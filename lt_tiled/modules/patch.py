@@ -43,6 +43,15 @@ def is_of(hook: Any, packages: tuple[str, ...]) -> bool:
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(packages)
 
 
+def has_hooks(module: nn.Module, apart_from: tuple[str, ...] = ()) -> bool:
+    """Whether there are hooks on a module that were not defined in one of these packages."""
+    for kind in HOOKS:
+        for hook in module.__dict__[kind].values():
+            if not is_of(hook, apart_from):
+                return True
+    return False
+
+
 class Order(IntEnum):
     """The patches of a method, from the outermost to the innermost."""
 
@@ -148,6 +157,14 @@ def remove_patch(module: nn.Module, patch: Patch) -> None:
             module.__dict__[patch.method] = replaced
 
 
+def remove_patches(model: nn.Module, owner: object) -> None:
+    """Remove all patches of an owner, on copies of modules (peft's ``modules_to_save``) too."""
+    for module in model.modules():
+        for patch in get_patches(module, Patch):
+            if patch.owner is owner:
+                remove_patch(module, patch)
+
+
 def patch_until(undo: ExitStack, module: nn.Module, patch: Patch) -> None:
     """Set a patch that is removed when ``undo`` is closed."""
     set_patch(module, patch)
@@ -210,10 +227,10 @@ def _dispatcher(place: str, name: str, changed: Callable[..., Any]) -> Callable[
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         below = self.__dict__[place]
-        # While this function is traced; torch.export sees the module's own code.
-        compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-        # Compiled code fuses norms by itself.
-        while compiling and isinstance(below, Patch) and below.order == Order.NEIGHBOR:
+        compiling = torch.compiler.is_compiling()  # this function is traced
+        exporting = compiling and torch.compiler.is_exporting()
+        # Compiled code fuses norms by itself, and torch.export sees the module's own code.
+        while compiling and isinstance(below, Patch) and (exporting or below.order == Order.NEIGHBOR):
             below = below.below
         if compiling and isinstance(below, Patch):
             comptime(_note_backend)

@@ -7,7 +7,7 @@ or untiled for one of these reasons, which code and settings give:
 ==========  ================================================================  =======================================
 reason      when                                                              what follows
 ==========  ================================================================  =======================================
-transform   torch.func, forward-mode differentiation, torch.export            untiled, one line
+transform   torch.func, forward-mode differentiation, torch.jit.trace         untiled, one line
 hook        a user's hook inside would see tiles                              untiled, one warning
 inputs      no plain hidden states: nested tensors, DTensors                  untiled
 short       fewer tokens than two tiles need                                  untiled
@@ -35,7 +35,7 @@ from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import MLPSizes, Tileable, cannot_be_tiled, find_sizes, is_one_kernel, parts_below
 from lt_tiled.modules.find import ENGINES, outermost, walk, walk_all
-from lt_tiled.modules.patch import HOOKS, Order, Patch, get_patch, get_patches, is_of, remove_patch, roots, set_patch
+from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, has_hooks, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.recompute.mode import PLAIN_TENSORS, is_transformed
 from lt_tiled.tiling.anchor import Through, run_untiled
@@ -93,14 +93,6 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
     if tileable.parent is not None and get_patch(tileable.parent, Boundary) is None:
         set_patch(tileable.parent, Boundary(owner))
     return patch
-
-
-def restore_tiled(model: nn.Module, owner: Owner | None) -> None:
-    """Undo :func:`patch_tiled` for one owner, on copies of the modules (peft's ``modules_to_save``) too."""
-    for _, module in walk_all(model):
-        for patch in get_patches(module, Patch):
-            if isinstance(patch, TiledPatch | Boundary) and patch.owner is owner:
-                remove_patch(module, patch)
 
 
 def tiled_patches(model: nn.Module) -> Iterator[tuple[str, nn.Module, TiledPatch]]:
@@ -235,14 +227,14 @@ class TiledPatch(Tiled, Patch):
             NotPositionWiseError: If the self-check failed, a user chose the module, and nothing in it can be tiled.
         """
         # transform
-        if is_transformed() or torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        if is_transformed() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return None
         # check, in an earlier call
         if self.untiled or function.key in self.refused:
             return None
         # hook
         for part in function.inside:
-            if has_users_hook(part):
+            if has_hooks(part, _NO_USERS):
                 kind, name = type(part).__name__, self.name
                 warn(
                     f"{name} runs untiled, because {kind} inside it has a hook, which would see tiles, not all tokens."
@@ -314,7 +306,7 @@ class TiledPatch(Tiled, Patch):
         if not (self.spec.pends and self.needs.pending and call.differentiable) or self.innermost.compiled:
             return False
         # A recompute records nothing, and must run as the forward pass did.
-        if call.plan.output is None or has_users_hook(module) or is_recorded(call.function.inside):
+        if call.plan.output is None or has_hooks(module, _NO_USERS) or is_recorded(call.function.inside):
             return False
         return all((type(t) in PLAIN_TENSORS or type(t) is FakeTensor) and not t.is_inference() for t in inputs)
 
@@ -323,12 +315,3 @@ def _run_linear(module: nn.Module, below: Callable[..., Any], input: Tensor) -> 
     """Run a projection, or what leaves it out: see NOTE [What the recompute leaves out]."""
     output: Tensor = module.__dict__.get(FORWARD, below)(input)
     return output
-
-
-def has_users_hook(module: nn.Module) -> bool:
-    """Whether a user set a hook on a module. Those of frameworks compute weights, follow modules or record outputs."""
-    for kind in HOOKS:
-        for hook in module.__dict__[kind].values():
-            if not is_of(hook, _NO_USERS):
-                return True
-    return False
