@@ -68,7 +68,7 @@ class Report:
         offloaded: OffloadStats | None = None
         shared: dict[str, int] = {}
         for path, module in walk_all(model):
-            if (head := get_patch(module, HeadPatch)) is not None and head.called is not False:
+            if (head := get_patch(module, HeadPatch)) is not None and not head.untiled:
                 losses.append(ReportedModule(path, head.name, head.largest.tokens, head.largest.tiles))
             if (block := get_patch(module, BlockPatch)) is not None:
                 blocks.append(ReportedModule(path, type(module).__name__))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import repeat
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lt_tiled.tiling.cut import tiles_to_run
+
+Reduction = Literal["mean", "sum", "none"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class CrossEntropy:
     """Logits are multiplied by it, before the cap."""
     z_loss: float = 0.0
     """Adds ``z_loss * logsumexp(logits)**2`` for each token that counts (PaLM, arXiv:2204.02311)."""
+    reduction: Reduction = "mean"
 
     def __post_init__(self) -> None:
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
@@ -41,6 +45,8 @@ class CrossEntropy:
             raise ValueError(f"logit_scale={self.logit_scale!r} must be finite.")
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss={self.z_loss!r} must be finite and at least 0.")
+        if self.reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction={self.reduction!r} must be 'mean', 'sum' or 'none'.")
 
     def counted(self, labels: Tensor) -> Tensor:
         """Return which labels count."""
@@ -63,11 +69,14 @@ class CrossEntropy:
         return torch.cat([self._part(*part) for part in parts])
 
     def _part(self, logits: Tensor, labels: Tensor, factor: Tensor | None) -> Tensor:
-        wide, smooth = wide_dtype(logits), self.label_smoothing
+        wide = wide_dtype(logits)
+        smooth = self.label_smoothing
         counted = self.counted(labels)
         chosen = labels.where(counted, 0)[:, None]  # [t, 1]
         # 1. The logits, scaled and capped.
-        values = logits if self.logit_scale == 1.0 else logits.to(wide) * self.logit_scale  # [t, V]
+        values = logits  # [t, V]
+        if self.logit_scale != 1.0:
+            values = logits.to(wide) * self.logit_scale
         tanh: Tensor | None = None
         if self.logit_softcap is not None:
             tanh = (values.to(wide) / self.logit_softcap).tanh_()

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lt_tiled.loss.autograd import Count, LossTiles, Reduction
-from lt_tiled.loss.cross_entropy import CrossEntropy, shifted
+from lt_tiled.loss.autograd import Count, tiled_loss
+from lt_tiled.loss.cross_entropy import CrossEntropy, Reduction, shifted
 from lt_tiled.loss.products import linear
 from lt_tiled.modules.patch import without_compiler
 
@@ -60,11 +60,13 @@ def tiled_linear_cross_entropy(
         ValueError: If shapes do not fit or a value is out of bounds.
     """
     check_shapes(hidden, weight, labels, bias)
-    kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss)
-    tiles = LossTiles(kind, reduction, num_shards)
-    labels = shifted(labels, ignore_index) if shift else labels
-    weights = [weight] if bias is None else [weight, bias]
-    return tiles.loss(linear, hidden, labels, weights, count)
+    kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss, reduction)
+    if shift:
+        labels = shifted(labels, ignore_index)
+    weights = [weight]
+    if bias is not None:
+        weights.append(bias)
+    return tiled_loss(linear, hidden, labels, weights, kind, num_shards, count)
 
 
 def tiled_token_logprobs(

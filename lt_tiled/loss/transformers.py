@@ -22,14 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled._log import inform, warn
+from lt_tiled._log import warn
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.loss.autograd import LossTiles, loss_bounds
+from lt_tiled.loss.autograd import loss_bounds, tiled_loss
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import linear
 from lt_tiled.modules.cache import by_name
 from lt_tiled.modules.find import ENGINES, walk_all
-from lt_tiled.modules.patch import HOOKS, Order, Patch, get_patch, get_patches, is_of, remove_patch, set_patch
+from lt_tiled.modules.patch import Order, Patch, get_patch, has_hooks, set_patch
 from lt_tiled.policies import LossShards
 from lt_tiled.recompute.mode import Precision, is_transformed
 from lt_tiled.tiling.call import LargestCall
@@ -44,7 +44,6 @@ class LossPatch(Patch):
     """On a model that computes its own loss, for one owner: in tiles in training, and maybe in evaluation, too."""
 
     order = Order.CALLER
-    name: str
     evaluation: bool
     owner: object
 
@@ -52,18 +51,15 @@ class LossPatch(Patch):
         """Let the head know whether the model computes a loss in tiles."""
         head = get_patch(module.get_output_embeddings(), HeadPatch)  # as it is now: peft may have put another there
         labeled = by_name(type(module).forward, args, kwargs).get("labels") is not None
-        asked = labeled and (module.training or self.evaluation)
-        if head is None or not asked or torch.compiler.is_compiling():
+        if head is None or not labeled or not (module.training or self.evaluation):
             return self.inner(module, *args, **kwargs)
+        head.untiled = "its code does not call its head"
         with swapped([(vars(head), "grad_mode", torch.is_grad_enabled())]):
             output = self.inner(module, *args, **kwargs)
-        if not head.called:  # MobileBERT computes its logits from the head's weight
-            head.called = False
-            warn(
-                f"the loss of {self.name} is not tiled: its code does not call its head. Use"
-                " lt_tiled.tiled_linear_cross_entropy in your own loss, or set loss=False to silence this warning.",
-                once=f"head {self.name}",
-            )
+        if head.untiled:
+            message = f"the loss of {head.name} is not tiled: {head.untiled}"
+            remedy = "Use lt_tiled.tiled_linear_cross_entropy in your own loss, or set loss=False."
+            warn(f"{message}. {remedy}", once=message)
         return pytree.tree_map_only(DeferredLogits, lambda logits: logits.computed, output)
 
 
@@ -76,31 +72,30 @@ class HeadPatch(Patch):
     num_shards: int | Literal["auto"]
     owner: object
     largest: LargestCall = field(default_factory=LargestCall)
-    called: bool | None = None
-    """Whether the model's code calls its head; ``None`` if it did not run yet."""
+    untiled = ""
+    """Why the last loss used full logits, if it did."""
     grad_mode: bool | None = None
     """The gradient mode of the model's call, while the model computes a loss in tiles."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return deferred logits where the model computes a loss in tiles, or run a function in place of the head."""
+        # 1. Outside of such a model, or at the end of it.
         if len(args) == 2 and isinstance(args[1], partial):
             return args[1](args[0])
-        self.called = True
-        # 1. Gradients that are off in the head alone are those of a reentrant checkpoint, which returns another graph.
-        if self.grad_mode != torch.is_grad_enabled() or len(args) != 1 or kwargs or is_transformed():
+        if self.grad_mode is None:
             return self.inner(module, *args, **kwargs)
-        # 2. Hooks of engines gather the weights of the head. Those inside of it would do so for each tile.
-        own, *inside = [[hook for place in HOOKS for hook in getattr(m, place).values()] for m in module.modules()]
-        if any(inside) or not all(is_of(hook, ENGINES) for hook in own) or hasattr(args[0], "placements"):  # a DTensor
-            inform(
-                f"the loss of {self.name} is not tiled: hooks on its head, or tensor parallelism, need full logits",
-                once=f"hooks {self.name}",
-            )
-            return self.inner(module, *args)
+        # 2. Hooks of engines gather the weights of the head. Those inside of it would do so for each tile. Gradients
+        # that are off in the head alone are those of a reentrant checkpoint, which returns another graph.
+        inside = any(has_hooks(part) for part in module.modules() if part is not module)
+        is_plain = self.grad_mode == torch.is_grad_enabled() and len(args) == 1 and not kwargs and not is_transformed()
+        if inside or has_hooks(module, ENGINES) or not is_plain or hasattr(args[0], "placements"):  # a DTensor
+            self.untiled = "hooks, tensor parallelism or a reentrant checkpoint of its head need full logits"
+            return self.inner(module, *args, **kwargs)
         # 3. Logits without values, which hooks of engines would compute: those see None.
         precision = Precision.now(args[0].device)
-        logits = DeferredLogits.of(HeadCall(module, self, torch.is_grad_enabled(), precision), args[0])
-        if not own:
+        call = HeadCall(module, self, self.grad_mode, precision)
+        logits = DeferredLogits.of(call, args[0], precision.dtype or args[0].dtype)
+        if not has_hooks(module):
             return logits
 
         def last(head: nn.Module, args: Any, output: Any) -> DeferredLogits:
@@ -127,13 +122,17 @@ class HeadCall:
         with torch.set_grad_enabled(self.grad_mode), self.precision.context():
             return cast("Tensor", self.head(hidden, function))
 
-    def loss(self, hidden: Tensor, steps: Sequence[Step], target: Tensor, tiles: LossTiles) -> Tensor:
+    def loss(self, hidden: Tensor, steps: Sequence[Step], target: Tensor, kind: CrossEntropy) -> Tensor:
         """Return the loss of hidden states ``[T, H]``. Its node keeps the head and the steps."""
-        head, patch = self.head, self.patch
-        patch.largest.note(len(hidden), loss_bounds(tiles.num_shards, *hidden.shape), f"the loss of {patch.name}")
+        head = self.head
+        patch = self.patch
+        bounds = loss_bounds(patch.num_shards, len(hidden), hidden.shape[-1])
+        patch.untiled = ""
+        patch.largest.note(len(hidden), bounds, f"the loss of {patch.name}")
+        loss = partial(tiled_loss, kind=kind, num_shards=patch.num_shards, name=f"the head of {patch.name}")
         if not steps and patch.replaced is None and type(head).forward is nn.Linear.forward:
-            return tiles.loss(linear, hidden, target, [w for w in (head.weight, head.bias) if w is not None])
-        weights = weights_of(list(head.modules())) if torch.is_grad_enabled() else {}
+            return loss(linear, hidden, target, list(filter(torch.is_tensor, (head.weight, head.bias))))
+        weights = weights_of(list(head.modules()))
 
         def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
             with one_thread(patch, patch.name), swapped(in_places(weights.values(), leaves)):
@@ -142,7 +141,7 @@ class HeadCall:
                     found = step(found)
             return found
 
-        return tiles.loss(logits, hidden, target, list(weights))
+        return loss(logits, hidden, target, list(weights))
 
 
 # Its logits
@@ -163,12 +162,10 @@ class DeferredLogits(Deferred):
     """The logits that these were made of, and how."""
 
     @classmethod
-    def of(
-        cls, call: HeadCall, hidden: Tensor, dtype: Any = None, steps: tuple[Step, ...] = (), source: Any = None
-    ) -> DeferredLogits:
+    def of(cls, call: HeadCall, hidden: Tensor, dtype: Any, steps: Any = (), source: Any = None) -> DeferredLogits:
         """Return deferred logits of a call."""
-        dtype = dtype or call.precision.dtype or hidden.dtype
-        logits: DeferredLogits = cls.like((*hidden.shape[:-1], call.head.out_features), dtype, hidden.device)
+        shape = (*hidden.shape[:-1], call.head.out_features)
+        logits: DeferredLogits = cls.like(shape, dtype, hidden.device)
         if call.grad_mode:
             with torch._C.DisableTorchFunctionSubclass():
                 logits.requires_grad_().register_hook(partial(_refuse, call.patch.name))
@@ -178,6 +175,7 @@ class DeferredLogits(Deferred):
     def compute(self) -> Tensor:
         """Return the full logits with their graph; views of others are views of their full logits."""
         self.call.used = True
+        self.call.patch.untiled = "its code uses full logits"
         if self.source is None:
             return self.call.run(partial(self.call.patch.inner, self.call.head), self.hidden)
         logits, step = self.source
@@ -186,36 +184,37 @@ class DeferredLogits(Deferred):
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the loss in tiles, or the logits with one more thing to be done to them."""
-        if self.call.used:
+        in_tiles = not self.call.used and self.call.grad_mode == torch.is_grad_enabled()
+        if not in_tiles or not args or args[0] is not self:
             return NotImplemented
-        found = NotImplemented
-        if self.call.grad_mode == torch.is_grad_enabled() and args and args[0] is self:
-            # torch hands on the arguments of the loss behind its target by name.
-            loss = func is F.cross_entropy
-            found = self._loss(*args[1:], **kwargs) if loss else self._step(func, args[1:], kwargs)
-        if found is NotImplemented:
-            message = f"the loss of {self.call.patch.name} is not tiled: its code uses full logits"
-            inform(f"{message} ({getattr(func, '__name__', func)})", once=message)
-        return found
+        if func is F.cross_entropy:  # torch hands on its arguments behind the target by name
+            return self._loss(args[1], **kwargs)
+        return self._step(func, args[1:], kwargs)
 
     def _step(self, func: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def step(tensor: Tensor) -> Tensor:
-            return cast("Tensor", func(tensor, *rest, **kwargs))
-
+        """Return the logits with one more thing to be done to them, if tiles can do it."""
         kinds = _JOIN.get(getattr(func, "__name__", "").removeprefix("__").removesuffix("__"))
         if kinds is None or not all(isinstance(value, kinds) for value in pytree.tree_leaves((rest, kwargs))):
             return NotImplemented
-        hidden, steps = self.hidden, self.steps
+
+        def step(tensor: Tensor) -> Tensor:
+            return cast("Tensor", func(tensor, *rest, **kwargs))
+
+        # 1. What becomes of logits without memory.
         like = step(torch.empty(self.shape, dtype=self.dtype, device="meta"))
+        hidden = self.hidden
+        steps = self.steps
+        # 2. Numbers and dtypes are for the tiles, shapes of tokens for the hidden states.
         if kinds is _NUMBER:
-            steps = (*steps, step)
+            steps += (step,)
         elif kinds is torch.dtype:
-            steps = (*steps, Tensor.float if like.dtype == torch.float32 else step)
-        elif func is Tensor.__getitem__:  # of tokens, as the next one: of which there are hidden states
+            steps += (Tensor.float if like.dtype == torch.float32 else step,)
+        elif func is Tensor.__getitem__:
             hidden = step(hidden)
         elif like.shape[-1] == self.shape[-1]:
-            hidden = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
-        fit = like.shape == (*hidden.shape[:-1], self.shape[-1]) and hidden.shape[-1] == self.hidden.shape[-1]
+            hidden = hidden.reshape(like.shape[:-1] + hidden.shape[-1:])
+        # 3. There must be hidden states for each of the tokens.
+        fit = like.shape == hidden.shape[:-1] + self.shape[-1:] and hidden.shape[-1] == self.hidden.shape[-1]
         if not fit or not like.is_floating_point():
             return NotImplemented
         return DeferredLogits.of(self.call, hidden, like.dtype, steps, (self, step))
@@ -225,12 +224,12 @@ class DeferredLogits(Deferred):
         plain = all(value is None for value in others.values()) and target.dtype in (torch.long, torch.uint8)
         if not plain or self.dim() != 2 or self.shape[:-1] != target.shape:
             return NotImplemented
-        call, steps = self.call, self.steps
+        steps = self.steps
         while steps and steps[-1] is Tensor.float:  # tiles are float32 themselves
             steps = steps[:-1]
-        kind = CrossEntropy(ignore_index, label_smoothing)
-        tiles = LossTiles(kind, reduction, call.patch.num_shards, f"the head of {call.patch.name}")
-        return call.run(partial(call.loss, steps=steps, target=target, tiles=tiles), self.hidden)
+        kind = CrossEntropy(ignore_index, label_smoothing, reduction=reduction)
+        loss = partial(self.call.loss, steps=steps, target=target, kind=kind)
+        return self.call.run(loss, self.hidden)
 
 
 def _refuse(name: str, gradient: Tensor) -> None:
@@ -239,15 +238,14 @@ def _refuse(name: str, gradient: Tensor) -> None:
 
 
 _NUMBER = int | float
-_JOIN: dict[str, Any] = {
-    **dict.fromkeys(("float", "to"), torch.dtype),
-    **dict.fromkeys(("tanh", "mul", "rmul", "div", "truediv", "true_divide"), _NUMBER),
-    **dict.fromkeys(("view", "reshape", "contiguous", "flatten"), int | torch.Size),
-    "getitem": slice | int | EllipsisType | None,
-}
+_SHAPE = int | torch.Size
+_JOIN: dict[str, Any] = dict.fromkeys(("float", "to"), torch.dtype)
+_JOIN |= dict.fromkeys(("tanh", "mul", "rmul", "div", "truediv"), _NUMBER)
+_JOIN |= dict.fromkeys(("view", "reshape", "contiguous", "flatten"), _SHAPE)
+_JOIN["getitem"] = slice | int | EllipsisType | None
 """The names of functions and operators that join, and the types of their arguments besides the logits."""
 
-# Finding, patching and restoring
+# Finding and patching
 
 
 def find_losses(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -256,7 +254,7 @@ def find_losses(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Raises:
         NothingFoundError: If there is none.
     """
-    found = [(path, m) for path, m in walk_all(model) if _head_of(m) is not None]
+    found = [(path, module) for path, module in walk_all(model) if _has_loss(module)]
     if not found:
         raise NothingFoundError(
             f"loss=True found no model of transformers in {type(model).__name__} that computes a loss from labels: use"
@@ -265,33 +263,20 @@ def find_losses(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _head_of(module: nn.Module) -> Any:
+def _has_loss(module: nn.Module) -> bool:
     get = getattr(module, "get_output_embeddings", None)
     # In this order: transformers warns when a model that has no loss is asked for its function.
     if get is None or "labels" not in inspect.signature(type(module).forward).parameters:
-        return None
-    head = get() if hasattr(module, "loss_function") else None
-    return head if isinstance(getattr(head, "out_features", None), int) else None
+        return False
+    return hasattr(module, "loss_function") and isinstance(getattr(get(), "out_features", None), int)
 
 
-def patch_losses(
-    found: Sequence[tuple[str, nn.Module]], loss: LossShards, owner: object, evaluation: bool = False
-) -> None:
+def patch_losses(found: Sequence[tuple[str, Any]], loss: LossShards, owner: object, evaluation: bool = False) -> None:
     """Let these models compute their losses in tiles, for the owner to undo. The last number of tiles counts.
 
     With ``evaluation`` or ``"always"``, losses of the evaluation are in tiles, too.
     """
+    num_shards: int | Literal["auto"] = loss if isinstance(loss, int) else "auto"
     for _, module in found:
-        head, name = _head_of(module), type(module).__name__
-        set_patch(module, LossPatch(name, evaluation or loss == "always", owner))
-        before = get_patch(head, HeadPatch)
-        if before is None or before.owner is not owner:  # models may share a head
-            set_patch(head, HeadPatch(name, loss if isinstance(loss, int) else "auto", owner))
-
-
-def restore_losses(model: nn.Module, owner: object) -> None:
-    """Undo :func:`patch_losses`."""
-    for _, module in walk_all(model):
-        for patch in (*get_patches(module, LossPatch), *get_patches(module, HeadPatch)):
-            if patch.owner is owner:
-                remove_patch(module, patch)
+        set_patch(module, LossPatch(evaluation or loss == "always", owner))
+        set_patch(module.get_output_embeddings(), HeadPatch(type(module).__name__, num_shards, owner))

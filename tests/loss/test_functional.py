@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled import tiled_linear_cross_entropy, tiled_token_logprobs
-from lt_tiled.loss.autograd import LossTiles
+from lt_tiled.loss.autograd import tiled_loss
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from tests.meters import LiveBytes, flops, peak_bytes
 from tests.models import H
@@ -244,10 +244,9 @@ def test_peak_in_tiles_of_logits(dtype: torch.dtype, options: dict[str, Any], mo
 def test_peak_of_any_head(dtype: torch.dtype) -> None:
     """A head that is not one product holds its logits and a copy, in which the gradient is formed."""
     hidden, weight = randn(1024, 4, dtype=dtype), randn(32768, 4, seed=1, dtype=dtype)
-    tiles = LossTiles(CrossEntropy(), "mean", 4)
 
     def run() -> None:
-        loss = tiles.loss(lambda x, w: F.linear(x, *w) * 0.5, hidden, torch.arange(1024), [weight])
+        loss = tiled_loss(lambda x, w: F.linear(x, *w) * 0.5, hidden, torch.arange(1024), [weight], CrossEntropy(), 4)
         torch.autograd.grad(loss, [hidden, weight])
 
     assert 2 < peak_bytes(run) / (256 * 32768 * dtype.itemsize) <= 2.1
@@ -419,10 +418,8 @@ def test_a_random_head() -> None:
     found = []
     for reduction in ("sum", "none"):
         torch.manual_seed(0)
-        tiles = LossTiles(CrossEntropy(), reduction, 3)
-        loss = tiles.loss(
-            lambda rows, weights: F.linear(F.dropout(rows, 0.5), *weights), hidden, labels, [weight]
-        ).sum()
+        kind = CrossEntropy(reduction=reduction)
+        loss = tiled_loss(lambda x, w: F.linear(F.dropout(x, 0.5), *w), hidden, labels, [weight], kind, 3).sum()
         torch.manual_seed(1)
         found.append([loss, *torch.autograd.grad(loss, [hidden, weight])])
     assert error(found[1], found[0]) <= 1e-12
@@ -433,8 +430,8 @@ def test_weights_without_dimensions() -> None:
     """A head with a scale of no dimension in bfloat16 gets a gradient for it."""
     hidden, weight, labels, _ = some(torch.bfloat16)
     scale = torch.tensor(0.7, dtype=torch.bfloat16, requires_grad=True)
-    tiles = LossTiles(CrossEntropy(), "mean", 3)
-    loss = tiles.loss(lambda rows, weights: F.linear(rows, weights[0]) * weights[1], hidden, labels, [weight, scale])
+    kind = CrossEntropy()
+    loss = tiled_loss(lambda x, w: F.linear(x, w[0]) * w[1], hidden, labels, [weight, scale], kind, 3)
     found = torch.autograd.grad(loss, scale)
 
     def full(hidden: Tensor, weight: Tensor, scale: Tensor) -> Any:
