@@ -124,23 +124,22 @@ class CausalLM(LightningModule):
             return make_config(self.hparams["config"])
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
 
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens that the model knows, also before it is built."""
-        return int(self._config().get_text_config().vocab_size)
-
     def setup(self, stage: str) -> None:
-        """Compare the vocabularies of the model and the data before the model is built."""
+        """Compare the data with the model before the model is built."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        data_tokens, model_tokens = getattr(data, "vocab_size", 0), self.vocab_size
-        if data_tokens > model_tokens:
+        config = self._config().get_text_config()
+        tokens = getattr(data, "vocab_size", 0)
+        if tokens > config.vocab_size:
             raise ValueError(
-                f"The data has token ids up to {data_tokens - 1} and the model {model_tokens} tokens: set vocab_size:"
-                f" {data_tokens}."
+                f"The data has token ids up to {tokens - 1} and the model {config.vocab_size} tokens: set vocab_size:"
+                f" {tokens}."
             )
         path = self.hparams["path"]
         if path is not None and getattr(data, "tokenizer", path) is None:
             warn(f"the tokens of the text are bytes: set tokenizer of TextFiles, such as --data.tokenizer={path}")
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest is not None and getattr(data, "seq_len", 0) > longest:
+            warn(f"seq_len={data.seq_len} is above the max_position_embeddings={longest} of the model: raise that too")
 
     def forward(self, input_ids: Tensor, **others: Any) -> Tensor:
         """Return logits of shape ``[B, S, vocab_size]``; ``others`` are arguments of the model."""

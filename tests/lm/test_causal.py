@@ -185,15 +185,18 @@ def test_another_optimizer(data: TextFiles) -> None:
     assert optimizer.param_groups[0]["initial_lr"] == 0.5
 
 
-def test_bytes_for_a_model_with_a_tokenizer(tmp_path: Path, data: TextFiles, caplog: pytest.LogCaptureFixture) -> None:
-    """A run whose model comes from a directory, and its data without a tokenizer, says that the tokens are bytes."""
-    tiny_llama(vocab_size=256).save_pretrained(tmp_path / "model")
+def test_warns_of_other_data(tmp_path: Path, data: TextFiles, caplog: pytest.LogCaptureFixture) -> None:
+    """A run warns of bytes as tokens where its model comes from a directory and its data has no tokenizer, and of
+    sequences longer than the model's positions.
+    """
+    tiny_llama(vocab_size=256, max_position_embeddings=32).save_pretrained(tmp_path / "model")
     with caplog.at_level("WARNING", "lt_tiled"):
         trainer("tiled", limit_val_batches=0).fit(CausalLM(path=str(tmp_path / "model")), datamodule=data)
     assert (
         f"the tokens of the text are bytes: set tokenizer of TextFiles, such as --data.tokenizer={tmp_path}"
         in caplog.text
     )
+    assert "seq_len=64 is above the max_position_embeddings=32 of the model" in caplog.text
 
 
 def test_vocabulary_too_small(data: TextFiles) -> None:
