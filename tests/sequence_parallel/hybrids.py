@@ -1,4 +1,6 @@
-"""Small models of transformers whose layers pass on a state from token to token, or have a causal convolution."""
+"""Small models of transformers whose layers pass on a state from token to token, or have a causal convolution, or
+attention sinks.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ _NEMOTRON |= {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n
 _NEMOTRON |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1}
 _NEMOTRON |= {"moe_shared_expert_intermediate_size": 32, "topk_group": 1}
 _CONV = {"layer_types": ["conv", "full_attention"]}
+_SINKS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
 _ZAMBA = {"mamba_d_state": 8, "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
 _ZAMBA |= {"mamba_headdim": 8, "n_mamba_heads": 8, "mamba_ngroups": 2, "chunk_size": 16, "num_mem_blocks": 1}
 HYBRIDS: dict[str, dict[str, Any]] = {
@@ -46,6 +49,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": {**_CONV, "block_auto_adjust_ff_dim": False, "block_ff_dim": 64},
     "lfm2_moe": {**_CONV, **_EXPERTS, "num_dense_layers": 1},
     "lfm3": _CONV,
+    "gpt_oss": {**_SINKS, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 """Fields of configurations by their ``model_type``."""
 
@@ -57,7 +61,9 @@ def hybrid(name: str, **fields: Any) -> nn.Module:
     config = transformers.AutoConfig.for_model(name, **{**_SIZES, **HYBRIDS.get(name, {}), **fields})
     config._experts_implementation = "eager"
     torch.manual_seed(0)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).double().train()
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).double().train()
+    if name == "gpt_oss":
+        model.set_attn_implementation("eager")  # which has sinks
     for module in model.modules():
         for field, value in list(vars(module).items()):
             if isinstance(value, float) and (field == "p" or "drop" in field):

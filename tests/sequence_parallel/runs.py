@@ -1,4 +1,4 @@
-"""What ranks run: a step whole on each of them, and the same step shared."""
+"""What ranks run: steps whole on each of them, and the same steps shared."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import lt_tiled
-from lt_tiled import ActivationCheckpointing, SequenceParallel
+from lt_tiled import SequenceParallel
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.sequence_parallel import agreement, exchange
 from lt_tiled.sequence_parallel.groups import Groups
-from lt_tiled.sequence_parallel.self_check import checking
 from tests import second_device
-from tests.meters import peak_bytes
 from tests.parity import spread
-from tests.sequence_parallel.models import CASES, causal, ids
+from tests.sequence_parallel.cases import CASES, Case
+from tests.sequence_parallel.hybrids import wide
 
 
 def value_of(output: Any) -> Tensor:
@@ -32,15 +30,20 @@ def value_of(output: Any) -> Tensor:
 
 
 def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """The loss and all gradients, averaged over all ranks as engines do."""
+    """The loss, router logits and all gradients, averaged over all ranks as engines do."""
     model.zero_grad(set_to_none=True)
-    value = value_of(model(**inputs))
+    torch.manual_seed(0)  # of the noise that some models draw
+    output = model(**inputs)
+    value = value_of(output)
     value.backward()
     found = {"loss": value.detach().clone()}
+    for index, logits in enumerate(getattr(output, "router_logits", None) or []):
+        found[f"router logits {index}"] = logits.detach()
     for name, weight in model.named_parameters():
-        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        dist.all_reduce(gradient)
-        found[name] = gradient / dist.get_world_size()
+        if weight.requires_grad:
+            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            dist.all_reduce(gradient)
+            found[name] = gradient / dist.get_world_size()
     return found
 
 
@@ -48,64 +51,6 @@ def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     """The greatest error relative to the norm; of a gradient without one, relative to the greatest."""
     largest = max(float(t.norm()) for t in true.values())
     return max(float((found[n] - true[n]).norm()) / max(float(true[n].norm()), 1e-3 * largest) for n in true)
-
-
-def errors(
-    names: list[str],
-    size: int,
-    policies: dict[str, Any] | None = None,
-    device: str = "cpu",
-) -> dict[str, float]:
-    """The errors of these cases, where groups of ``size`` ranks share the sequences of their own.
-
-    Losses of transformers are computed in tiles in both, because its own loss function rounds to float32.
-    """
-    group = Groups.of_size(size).group
-    found = {}
-    for name in names:
-        case = CASES[name]
-        model = case.build().to(device)
-        inputs = tree_map_only(Tensor, lambda t: t.to(device), case.inputs(seed=dist.get_rank() // size))
-        loss = {"loss": hasattr(model, "loss_function")}
-        reference = copy.deepcopy(model)
-        if loss["loss"]:
-            lt_tiled.prepare(reference, **loss)
-        true = step(reference, inputs)
-        policy = SequenceParallel(size, targets=case.targets)
-        with lt_tiled.prepare(model, sequence_parallel=policy, group=group, **loss, **(policies or {})):
-            found[name] = worst(step(model, inputs), true)
-    return found
-
-
-def errors_on_second(names: list[str], policies: dict[str, Any]) -> dict[str, float]:
-    """The same for groups of two ranks on the device of ``tests/second_device.py``."""
-    with second_device.attached():
-        return errors(names, 2, policies, second_device.NAME)
-
-
-def against_whole(model: nn.Module, inputs: dict[str, Any], **options: Any) -> tuple[float, int, str]:
-    """The error of a step whose sequences all ranks share, its exchanges, and the message if it is refused."""
-    reference, policies, size = copy.deepcopy(model), {"loss": True}, dist.get_world_size()
-    try:
-        lt_tiled.prepare(reference, loss=True)
-    except NothingFoundError:
-        policies = {}
-    true = step(reference, inputs)
-    exchanges, to_heads = 0, exchange.to_heads
-
-    def counted(state: Any, tensors: Any) -> Any:
-        nonlocal exchanges
-        exchanges += checking() is None
-        return to_heads(state, tensors)
-
-    exchange.to_heads = counted
-    try:
-        with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(size, **options), **policies):
-            return worst(step(model, inputs), true), exchanges, ""
-    except ValueError as error:
-        return 0.0, 0, str(error)
-    finally:
-        exchange.to_heads = to_heads
 
 
 class Counts(TorchDispatchMode):
@@ -124,74 +69,41 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _causal(layers: int, keep: Any) -> tuple[Any, Any, dict[str, Any]]:
-    group = Groups.of_size(2).group
-    model = causal("llama", num_hidden_layers=layers)()
-    policies = {"activation_checkpointing": ActivationCheckpointing(keep=keep), "loss": True}
-    policy = SequenceParallel(2, self_check=False)
-    prepared = lt_tiled.prepare(model, sequence_parallel=policy, group=group, **policies)
-    return prepared, model, CASES["llama"].inputs()
+def shared(
+    case: str | Case,
+    size: int = 2,
+    policies: dict[str, Any] | None = None,
+    device: str = "cpu",
+) -> tuple[float, int, str]:
+    """Compare steps that ranks share, in groups of ``size`` with sequences of their own, with whole ones.
 
+    Losses of transformers are computed in tiles in both, and what transformers computes in float32 in float64.
 
-def collectives(layers: int, keep: Any, attention: bool = False) -> dict[str, int]:
-    """The collectives of one checkpointed step of a causal model; with ``attention`` the calls of attention too."""
-    prepared, model, inputs = _causal(layers, keep)
-    with prepared, Counts() as counts:
-        model(**inputs).loss.backward()
-    return {
-        name: count
-        for name, count in counts.found.items()
-        if count and name not in ("reads", *([] if attention else ["attention"]))
-    }
-
-
-def reads(name: str) -> list[int]:
-    """How often a step reads a value of a tensor on the host, without sequence parallelism and with it.
-
-    The comparison of batches, which reads a number for each tensor of a batch, is left out.
+    Returns:
+        The greatest error, the exchanges of heads for tokens, and the message if the model is refused.
     """
-    found = []
-    same, agreement._is_same = agreement._is_same, lambda *_: True
-    hashed, agreement._hash = agreement._hash, lambda _: 0
-    for size in (1, 2):
-        model, inputs = CASES[name].build(), CASES[name].inputs()
-        policy = SequenceParallel(2) if size > 1 else None
-        with lt_tiled.prepare(model, sequence_parallel=policy, activation_checkpointing=True, tiling=3):
-            step(model, inputs)  # learns, and checks
-            with Counts() as counts:
-                value_of(model(**inputs)).backward()
-        found.append(counts.found["reads"])
-    agreement._is_same, agreement._hash = same, hashed
-    return found
+    chosen = CASES[case] if isinstance(case, str) else case
+    model, group = chosen.build().to(device), Groups.of_size(size).group
+    batches = tree_map_only(Tensor, lambda t: t.to(device), chosen.inputs(seed=dist.get_rank() // size))
+    reference, policy = copy.deepcopy(model), SequenceParallel(size, targets=chosen.targets)
+    loss, errors = True, [0.0]
+    try:
+        lt_tiled.prepare(reference, loss=loss)
+    except NothingFoundError:
+        loss = False
+    with wide(model):
+        true = [step(reference, inputs) for inputs in batches]
+        try:
+            with lt_tiled.prepare(model, sequence_parallel=policy, group=group, loss=loss, **(policies or {})):
+                for inputs, expected in zip(batches, true, strict=True):
+                    with Counts() as counts:
+                        errors.append(worst(step(model, inputs), expected))
+        except ValueError as refused:
+            return 0.0, 0, str(refused)
+    return max(errors), counts.found["all_to_all"], ""
 
 
-def twice(keep: Any) -> tuple[float, float]:
-    """The norms of all gradients after a first and a second backward pass."""
-    prepared, model, inputs = _causal(2, keep)
-    norms = []
-    with prepared:
-        loss = model(**inputs).loss
-        for last in (False, True):
-            model.zero_grad(set_to_none=True)
-            loss.backward(retain_graph=not last)
-            norms.append(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
-    return norms[0], norms[1]
-
-
-def peaks(tokens: int, policies: dict[str, Any]) -> tuple[int, int]:
-    """The peaks of the bytes alive in a step of four ranks, and in one of a single rank on a quarter of the tokens."""
-    found = []
-    for size in (4, 1):
-        group = Groups.of_size(size).group
-        fields = {"hidden_size": 128, "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 8}
-        model = causal("llama", **fields, intermediate_size=256)().float()
-        inputs = {"input_ids": (x := ids(1, tokens * size // 4)), "labels": x, "use_cache": False}
-
-        def run(model: nn.Module = model, inputs: dict[str, Any] = inputs) -> None:
-            model.zero_grad(set_to_none=True)
-            model(**inputs).loss.backward()
-
-        with lt_tiled.prepare(model, sequence_parallel=size, group=group, **policies):
-            run()  # learns, and checks
-            found.append(peak_bytes(run))
-    return found[0], found[1]
+def shared_on_second(case: str, policies: dict[str, Any]) -> tuple[float, int, str]:
+    """The same for two ranks on the device of ``tests/second_device.py``."""
+    with second_device.attached():
+        return shared(case, 2, policies, second_device.NAME)

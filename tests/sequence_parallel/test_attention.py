@@ -1,21 +1,25 @@
-"""The attention functions of transformers get masks and positions of all tokens, and are restored."""
+"""Attention functions of transformers and kernels of layers get all tokens of some heads, and are restored."""
 
 from __future__ import annotations
 
-import re
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import lt_tiled
-from lt_tiled import SequenceParallel
-from tests.sequence_parallel.models import GPT, HeadsOnly, causal, ids, packed, padded
-from tests.sequence_parallel.runs import against_whole, step, worst
-from tests.world import RanksFailed, World
+from tests.parity import EXACT
+from tests.sequence_parallel.cases import WINDOW, Case, labeled, no_labels, packed, padded
+from tests.sequence_parallel.hybrids import hybrid
+from tests.sequence_parallel.models import causal, ids
+from tests.sequence_parallel.runs import shared
+from tests.world import World
 
 
 def varlen_like(
@@ -45,47 +49,48 @@ def varlen_like(
         document = (position_ids == 0).cumsum(-1)
         seen = seen & (document[:, None, :, None] == document[:, None, None])
     groups = module.num_key_value_groups
-    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     seen = seen | (distance == 0)  # padding attends to itself, so that nothing is nan
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
     return out.transpose(1, 2), None
 
 
-def errors_of_flash(name: str, fields: dict[str, Any], given: str) -> float:
+FLASH = {
+    "packed": Case(causal("mistral", **WINDOW), packed, rows=1),
+    "padded left": Case(causal("llama"), padded(True)),
+    "padded right": Case(causal("mistral", **WINDOW), padded(False)),
+}
+
+
+def shared_flash(name: str) -> tuple[float, int, str]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
 
-    make = {"packed": packed, "left": padded(True), "right": padded(False)}[given]
-    inputs = make(ids(1 if given == "packed" else 2, 37))
+    model: Any = FLASH[name].build()
+    model.config._attn_implementation = "flash_attention_2"  # the package itself is not installed
     TABLE["flash_attention_2"] = varlen_like
     try:
-        models = [causal(name, **fields)() for _ in range(2)]
-        for model in models:
-            model.config._attn_implementation = "flash_attention_2"  # the package itself is not installed
-            lt_tiled.prepare(model, loss=True)
-        true = step(models[0], inputs)
-        with lt_tiled.prepare(models[1], sequence_parallel=4):
-            return worst(step(models[1], inputs), true)
+        return shared(Case(lambda: model, FLASH[name].given, rows=FLASH[name].rows), 4)
     finally:
         del TABLE["flash_attention_2"]
 
 
-@pytest.mark.table("mistral-.*-packed")
-@pytest.mark.parametrize("given", ["packed", "left", "right"])
-@pytest.mark.parametrize(("name", "fields"), [("llama", {}), ("mistral", {"sliding_window": 6})])
-def test_flash_attention(name: str, fields: dict[str, Any], given: str, four_ranks: World) -> None:
+@pytest.mark.parametrize("name", FLASH)
+def test_flash_attention(name: str, four_ranks: World) -> None:
     """Attention that reads padding and position ids gets those of all tokens."""
-    for error in four_ranks(errors_of_flash, name, fields, given):
-        assert error < 1e-12
+    for error, exchanges, refused in four_ranks(shared_flash, name):
+        assert refused == ""
+        assert exchanges
+        assert error < EXACT
 
 
 FLEX: dict[str, tuple[str, dict[str, Any], Any]] = {
     "packed": ("llama", {}, packed),
     "padded": ("llama", {}, padded(True)),
-    "sliding window": ("mistral", {"sliding_window": 6}, padded(False)),
+    "window": ("mistral", WINDOW, padded(False)),
 }
 
 
-def errors_of_flex(name: str) -> float:
+def error_of_flex(name: str) -> float:
     """The error of a loss without gradients, which torch's flex attention has not on a CPU."""
     architecture, fields, given = FLEX[name]
     model, losses = causal(architecture, **fields)().train(), []
@@ -100,121 +105,84 @@ def errors_of_flex(name: str) -> float:
 @pytest.mark.parametrize("name", FLEX)
 def test_flex_attention(name: str, four_ranks: World) -> None:
     """Flex attention of transformers gets block masks of all tokens."""
-    for error in four_ranks(errors_of_flex, name):
-        assert error < 1e-12
+    for error in four_ranks(error_of_flex, name):
+        assert error < EXACT
 
 
-def softmax_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Attention in matrix products, with keys and values for each query head."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
-    return (query @ key.mT).masked_fill(~mask, -torch.inf).softmax(-1) @ value
+@contextmanager
+def kernels() -> Iterator[None]:
+    """Let functions that keep documents apart stand for the kernels that transformers would use."""
+    from transformers.models.qwen3_next import modeling_qwen3_next as file
+
+    names = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+    before = [getattr(file, name) for name in names]
+    plain_rule, plain_convolution = (inspect.unwrap(function) for function in before)
+
+    def rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
+        ends, parts = kwargs.pop("cu_seqlens"), []
+        ends = [0, query.shape[1]] if ends is None else ends.tolist()  # the self-check has no documents
+        for low, high in pairwise(ends):
+            parts.append(plain_rule(*(t[:, low:high] for t in (query, key, value, g, beta)), **kwargs)[0])
+        return torch.cat(parts, 1), None
+
+    def convolution(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **kwargs: Any) -> Tensor:
+        documents, parts = kwargs.get("seq_idx"), []
+        documents = x.new_zeros(1, x.shape[-1]) if documents is None else documents
+        assert documents.shape == (1, x.shape[-1])
+        for document in documents[0].unique():
+            parts.append(plain_convolution(x[..., documents[0] == document], weight, bias, activation))
+        return torch.cat(parts, -1)
+
+    for name, function in zip(names, (rule, convolution), strict=True):
+        setattr(file, name, function)
+    try:
+        yield
+    finally:
+        for name, function in zip(names, before, strict=True):
+            setattr(file, name, function)
 
 
-class Softmax(HeadsOnly):
-    """A model with an attention function of its own."""
-
-    def __init__(self, attention: Any) -> None:
-        super().__init__(16, 4)
-        for block in self.blocks:
-            block.attention = attention
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        for block in self.blocks:
-            x = block(x, mask)
-        return x
+def documents(x: Tensor) -> dict[str, Any]:
+    """Three documents in one row, named to kernels, too."""
+    ends = torch.tensor([0, 9, 21, x.shape[1]], dtype=torch.int32)
+    lengths = ends.diff().tolist()
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    seq_idx = torch.repeat_interleave(torch.arange(3, dtype=torch.int32), torch.tensor(lengths))[None]
+    return no_labels(x) | {"position_ids": positions, "cu_seq_lens_q": ends, "seq_idx": seq_idx}
 
 
-def errors_of_own_attention(shared: bool) -> float:
-    torch.manual_seed(0)
-    attention = lt_tiled.shared_attention(softmax_attention) if shared else softmax_attention
-    model = Softmax(attention).double()
-    inputs = {"x": torch.randn(2, 13, 16, dtype=torch.float64)}
-    true = step(model, inputs)
-    with lt_tiled.prepare(model, sequence_parallel=4):
-        return worst(step(model, inputs), true)
+def shared_documents(labels: bool) -> tuple[float, int, str]:
+    case = Case(lambda: hybrid("qwen3_next"), lambda x: documents(x) | ({"labels": x} if labels else {}), rows=1)
+    with kernels():
+        return shared(case, 2, {"activation_checkpointing": True})
 
 
-def test_own_attention(four_ranks: World) -> None:
-    """A function of the model's own attends to all tokens through ``shared_attention``."""
-    for error in four_ranks(errors_of_own_attention, True):
-        assert error < 1e-12
+@pytest.mark.parametrize("labels", [True, False])
+def test_documents_of_kernels(labels: bool, world: World) -> None:
+    """Documents that a step names to kernels are those of all tokens, and states and convolutions end with them."""
+    for error, exchanges, refused in world(shared_documents, labels):
+        assert refused == ""
+        assert exchanges
+        assert error < EXACT
 
 
-def test_own_attention_that_is_not_shared(four_ranks: World) -> None:
-    """Without it, the model is refused on all ranks."""
-    with pytest.raises(RanksFailed, match="The size of tensor a"):
-        four_ranks(errors_of_own_attention, False)
+def restored() -> None:
+    """Release two models of one file in turn."""
+    from transformers.models.bamba import modeling_bamba as file
+
+    models, table = [hybrid("bamba"), hybrid("bamba")], vars(file)
+    before, convolution = dict(table), table["causal_conv1d_fn"]
+    first, second = (lt_tiled.prepare(model, sequence_parallel=2) for model in models)
+    assert table["causal_conv1d_fn"] is not convolution
+    for model in models:
+        model(**labeled(ids(2, 37))).loss.backward()
+    first.release()
+    assert table["causal_conv1d_fn"] is not convolution
+    second.release()
+    assert dict(table) == before
+    assert not any("lt_tiled" in name for module in models[0].modules() for name in vars(module))
 
 
-class LocalMask(GPT):
-    """Cuts the mask to the tokens that a block is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.forward = lambda x, mask=None, block=block: type(block).forward(
-                block, x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-            )
-
-
-def refusal(build: str) -> str:
-    model = {"local mask": LocalMask, "multihead": lambda: nn.Sequential(*_encoder())}[build]()
-    x = ids(2, 16) if build == "local mask" else torch.randn(2, 16, 8)
-    policy = SequenceParallel(dist.get_world_size())
-    with lt_tiled.prepare(model, sequence_parallel=policy):
-        try:
-            model(x)
-        except ValueError as error:
-            return str(error)
-    return "nothing was refused"
-
-
-def _encoder() -> list[nn.Module]:
-    return [nn.TransformerEncoderLayer(8, 4, 16, batch_first=True, dropout=0.0) for _ in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [("local mask", "which is not that of all 16 tokens"), ("multihead", "has another output when 4 ranks share")],
-)
-def test_refused(build: str, message: str, four_ranks: World) -> None:
-    """A mask of the rank's tokens, and attention that cannot be shared, raise on all ranks."""
-    for found in four_ranks(refusal, build):
-        assert message in found
-
-
-class Biased(GPT):
-    """A GPT with another mask for each of its four heads, and no dimension of rows."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
-        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
-        mask = torch.stack([(distance >= 0) & (distance < 3 + head) for head in range(4)])
-        for block in self.blocks:
-            x = block(x, mask)
-        return self.head(self.norm(x))
-
-
-def biased() -> tuple[float, int, str]:
-    torch.manual_seed(0)
-    return against_whole(Biased().double(), {"input_ids": ids(2, 37)})
-
-
-def test_masks_of_heads(world: World) -> None:
-    """A mask ``[heads, S, S]`` is cut to the rank's heads."""
-    for error, _, message in world(biased):
-        assert message == ""
-        assert error < 1e-12
-
-
-def test_fewer_heads_than_ranks(four_ranks: World) -> None:
-    """More ranks than query heads are refused, with the size that is possible."""
-    for message in four_ranks(too_few_heads):
-        assert re.search(r"sequence_parallel=4 needs as many query heads .* LlamaForCausalLM has 2: use", message)
-
-
-def too_few_heads() -> str:
-    model, x = causal("llama", num_attention_heads=2)(), ids(1, 16)
-    return against_whole(model, {"input_ids": x, "labels": x})[2]
+def test_restored(world: World) -> None:
+    """Two models of one file share its functions, which the last one to leave restores."""
+    world(restored)

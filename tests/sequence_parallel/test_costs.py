@@ -1,0 +1,104 @@
+"""What shared sequences cost: collectives for each layer, attention, waits for the device and memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lt_tiled
+from lt_tiled import ActivationCheckpointing, SequenceParallel
+from lt_tiled.sequence_parallel.groups import Groups
+from tests.meters import peak_bytes
+from tests.sequence_parallel.cases import CASES, no_labels
+from tests.sequence_parallel.models import causal, ids
+from tests.sequence_parallel.runs import Counts, step, value_of
+from tests.world import World
+
+
+def counts(name: str, keep: Any) -> Counter[str]:
+    """The operations of a checkpointed step without a self-check."""
+    model, policy = CASES[name].build(), SequenceParallel(2, self_check=False)
+    checkpointing = ActivationCheckpointing(keep=keep)
+    (inputs,) = CASES[name].inputs()
+    with (
+        lt_tiled.prepare(model, sequence_parallel=policy, activation_checkpointing=checkpointing, loss=True),
+        Counts() as counted,
+    ):
+        model(**inputs).loss.backward()
+    return counted.found
+
+
+LAYERS = {"llama": (4, 0, 2), "qwen3_next": (4, 1, 1), "bamba": (4, 1, 1), "lfm2": (2, 1, 1), "mamba2": (4, 2, 0)}
+"""The all-to-alls of a forward pass of two layers, their convolutions, and their attention."""
+
+
+@pytest.mark.table("llama-.*|bamba-attention|lfm2-None|mamba2-None")
+@pytest.mark.parametrize("keep", [None, "attention"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_collectives(name: str, keep: str | None, world: World) -> None:
+    """A layer with attention or a state makes two all-to-alls in the forward pass, two in the backward pass, and two in
+    its recompute unless they are kept, as attention itself is then. A convolution gathers the last tokens, in the
+    recompute as well. A step makes one all-reduce for the loss, or gathers its hidden states in front of it in a model
+    without rotary positions.
+    """
+    exchanges, convolutions, attention = LAYERS[name]
+    passes, gathered = 2 if keep else 3, int(name == "mamba2")
+    for found in world(counts, name, keep):
+        assert found["all_to_all"] == passes * exchanges
+        assert found["all_gather"] == 2 * convolutions + gathered
+        assert found["reduce_scatter"] == convolutions + gathered
+        assert found["group_mean"] == 1 - gathered
+        assert found["attention"] == (passes - 1) * attention
+
+
+def reads(name: str) -> list[int]:
+    """How often a step reads a value of a tensor on the host, without sequence parallelism and with it."""
+    found = []
+    for size in (1, 2):
+        model, (inputs,) = CASES[name].build(), CASES[name].inputs()
+        policy = SequenceParallel(2) if size > 1 else None
+        with lt_tiled.prepare(model, sequence_parallel=policy, activation_checkpointing=True, tiling=3):
+            step(model, inputs)  # learns, and checks
+            with Counts() as counted:
+                value_of(model(**inputs)).backward()
+        found.append(counted.found["reads"])
+    return [*found, sum(isinstance(value, torch.Tensor) for value in inputs.values())]
+
+
+@pytest.mark.parametrize("name", ["packed", "hand-written"])
+def test_reads_of_values(name: str, world: World) -> None:
+    """A step reads no more values on the host, where a GPU would be waited for, than without sequence parallelism, but
+    the hash of each tensor of its batch.
+    """
+    for without, shared, tensors in world(reads, name):
+        assert shared <= without + tensors
+
+
+def peaks(tokens: int, policies: dict[str, Any]) -> tuple[int, int]:
+    """The peaks of the bytes alive in a step of four ranks, and in one of a single rank on a quarter of the tokens."""
+    found = []
+    fields = {"hidden_size": 128, "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 256}
+    for size in (4, 1):
+        model = causal("llama", **fields)().float()
+        inputs = no_labels(x := ids(1, tokens * size // 4)) | {"labels": x}
+
+        def run(model: nn.Module = model, inputs: dict[str, Any] = inputs) -> None:
+            model.zero_grad(set_to_none=True)
+            model(**inputs).loss.backward()
+
+        with lt_tiled.prepare(model, sequence_parallel=size, group=Groups.of_size(size).group, **policies):
+            run()  # learns, and checks
+            found.append(peak_bytes(run))
+    return found[0], found[1]
+
+
+@pytest.mark.full
+def test_a_quarter_of_the_tokens(four_ranks: World) -> None:
+    """A rank of four that share a sequence has the peak of one rank with a quarter of the tokens."""
+    policies = {"activation_checkpointing": True, "tiling": True, "loss": True}
+    for shared, alone in four_ranks(peaks, 2048, policies):
+        assert shared <= 1.05 * alone
