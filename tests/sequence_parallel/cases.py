@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.sequence_parallel.hybrids import HYBRIDS, hybrid
+from tests.sequence_parallel.hybrids import HYBRIDS, causal
 from tests.sequence_parallel.models import (
     GPT,
     Between,
+    CountsCalls,
     MaskOfEachHead,
     OwnAttention,
     Pooled,
     WithBody,
-    causal,
     hand_written,
     ids,
+    varlen_like,
 )
 
 # What a model is given
@@ -87,6 +87,20 @@ class Case:
 # Models that need more than a configuration
 
 
+def with_flash(name: str, **fields: Any) -> Callable[[], nn.Module]:
+    """Return what builds a model with the arguments of flash attention, whose package is not installed."""
+
+    def build() -> nn.Module:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
+
+        TABLE["flash_attention_2"] = varlen_like
+        model: Any = causal(name, **fields)()
+        model.config._attn_implementation = "flash_attention_2"
+        return model
+
+    return build
+
+
 def with_lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
@@ -145,7 +159,7 @@ LONGROPE = rope(
     long_factor=[1.5, 2.0, 3.0, 4.0],
     original_max_position_embeddings=SWITCH,
 )
-LONGROPE |= {"original_max_position_embeddings": SWITCH, "bos_token_id": 1, "eos_token_id": 1, "resid_pdrop": 0.0}
+LONGROPE |= {"original_max_position_embeddings": SWITCH, "bos_token_id": 1, "eos_token_id": 1}
 WINDOW = {"sliding_window": 6}
 _MIXED = {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"], **WINDOW}
 _DEFAULT = {"rope_type": "default", "rope_theta": 1e3}
@@ -153,10 +167,8 @@ _EACH_KIND = {"full_attention": DYNAMIC["rope_parameters"], "sliding_attention":
 EACH_KIND = _MIXED | {"max_position_embeddings": SWITCH, "rope_parameters": _EACH_KIND}
 _BALANCED = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _BALANCED |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-_OPT = {"word_embed_proj_dim": 32, "ffn_dim": 96, "dropout": 0.0}
-_ROBERTA = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_BART = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "dropout": 0.0}
-_ALIBI = {"head_dim": None, "alibi": True, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+_OPT = {"word_embed_proj_dim": 32, "ffn_dim": 96}
+_BART = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
 UNCACHED = {"use_cache": False}
 
 
@@ -182,6 +194,9 @@ CASES = {
     "window": Case(causal("mistral", **WINDOW)),
     "window, packed": Case(causal("mistral", **WINDOW), packed, rows=1),
     "windows in some layers": Case(causal("gemma3_text", **_MIXED)),
+    "flash, packed": Case(with_flash("mistral", **WINDOW), packed, rows=1),
+    "flash, padded left": Case(with_flash("llama"), padded(True)),
+    "flash, padded right": Case(with_flash("mistral", **WINDOW), padded(False)),
     "LoRA": Case(with_lora),
     "loss of the user's": Case(with_own_loss, half_ignored),
     "early exit": Case(that_exits),
@@ -200,29 +215,30 @@ CASES = {
     "noise": Case(with_noise),
     "positions from the mask": Case(causal("opt", **_OPT), padded(True, **UNCACHED)),
     "positions from the mask, no labels": Case(causal("opt", **_OPT), padded(True, labels=None, **UNCACHED)),
-    "positions from ids": Case(causal("roberta", **_ROBERTA), padded(False, **UNCACHED)),
+    "positions from ids": Case(causal("roberta", is_decoder=True), padded(False, **UNCACHED)),
     "positions from the length": Case(causal("bart", **_BART), padded(True, **UNCACHED)),
-    "bias of each head": Case(causal("falcon", **_ALIBI), padded(False)),
+    "bias of each head": Case(causal("falcon", head_dim=None, alibi=True), padded(False)),
     "hand-written": Case(hand_written(GPT)),
     "hand-written, 6 heads": Case(hand_written(GPT, heads=6, keys=3)),
     "hand-written, window": Case(hand_written(GPT), lambda x: labeled(x) | {"window": 5}),
     "hand-written, mask of each head": Case(hand_written(MaskOfEachHead)),
     "hand-written, own attention": Case(hand_written(OwnAttention, True)),
+    "buffer that counts calls": Case(hand_written(Pooled, block=CountsCalls), ids_alone),
     "named module": Case(hand_written(WithBody), half_ignored, (38, 19), targets="body"),
     "first block left out": Case(hand_written(Pooled, (1, 2)), ids_alone),
     "a block twice": Case(hand_written(Pooled, (0, 1, 1, 2, 2)), ids_alone),
     "blocks in a loop": Case(hand_written(Pooled, (0, 1, 2) * 2), ids_alone),
     "code between blocks": Case(hand_written(Between, "scale"), ids_alone),
     # Layers with a state, convolutions, and eager attention with sinks.
-    **{name: Case(partial(hybrid, name)) for name in HYBRIDS},
-    "qwen3_next, uneven": Case(partial(hybrid, "qwen3_next", linear_num_value_heads=6, linear_num_key_heads=3)),
-    "qwen3_next, no labels": Case(partial(hybrid, "qwen3_next"), no_labels),
-    "qwen3_next, padded": Case(partial(hybrid, "qwen3_next"), padded(True)),
-    "bamba, one group": Case(partial(hybrid, "bamba", mamba_n_groups=1), lengths=(38,)),
-    "bamba, padded": Case(partial(hybrid, "bamba"), padded(True)),
-    "nemotron_h, padded right": Case(partial(hybrid, "nemotron_h"), padded(False)),
-    "mamba2, padded": Case(partial(hybrid, "mamba2"), padded(True, labels=None, **UNCACHED)),
-    "lfm2, padded": Case(partial(hybrid, "lfm2"), padded(True)),
-    "lfm2, few tokens": Case(partial(hybrid, "lfm2", conv_L_cache=4), lengths=(5,)),
-    "gpt_oss, padded": Case(partial(hybrid, "gpt_oss"), padded(True)),
+    **{name: Case(causal(name)) for name in HYBRIDS},
+    "qwen3_next, uneven": Case(causal("qwen3_next", linear_num_value_heads=6, linear_num_key_heads=3)),
+    "qwen3_next, no labels": Case(causal("qwen3_next"), no_labels),
+    "qwen3_next, padded": Case(causal("qwen3_next"), padded(True)),
+    "bamba, one group": Case(causal("bamba", mamba_n_groups=1), lengths=(38,)),
+    "bamba, padded": Case(causal("bamba"), padded(True)),
+    "nemotron_h, padded right": Case(causal("nemotron_h"), padded(False)),
+    "mamba2, padded": Case(causal("mamba2"), padded(True, labels=None, **UNCACHED)),
+    "lfm2, padded": Case(causal("lfm2"), padded(True)),
+    "lfm2, few tokens": Case(causal("lfm2", conv_L_cache=4), lengths=(5,)),
+    "gpt_oss, padded": Case(causal("gpt_oss"), padded(True)),
 }

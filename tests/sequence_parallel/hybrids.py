@@ -1,11 +1,9 @@
-"""Small models of transformers whose layers pass on a state from token to token, or have a causal convolution, or
-attention sinks.
-"""
+"""Small causal models of transformers, among them those whose layers pass on a state from token to token."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,24 +49,37 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm3": _CONV,
     "gpt_oss": {**_SINKS, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-"""Fields of configurations by their ``model_type``."""
+"""Fields of configurations, by ``model_type``, of models that have layers with a state, convolutions or sinks."""
+
+
+def causal(name: str, **fields: Any) -> Callable[[], nn.Module]:
+    """Return what builds a small causal model of transformers in float64, without dropout, in training mode.
+
+    Fields that are ``None`` are left out.
+    """
+
+    def build() -> nn.Module:
+        import transformers
+
+        given = {**_SIZES, **HYBRIDS.get(name, {}), **fields}
+        given = {field: value for field, value in given.items() if value is not None}
+        config = transformers.AutoConfig.for_model(name, **given)
+        config._experts_implementation = "eager"
+        torch.manual_seed(0)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config).double().train()
+        if name == "gpt_oss":
+            model.set_attn_implementation("eager")  # which has sinks
+        for module in model.modules():
+            for field, value in list(vars(module).items()):
+                if isinstance(value, float) and (field == "p" or "drop" in field):
+                    setattr(module, field, 0.0)
+        return model
+
+    return build
 
 
 def hybrid(name: str, **fields: Any) -> nn.Module:
-    """Return a small model in float64, without dropout, in training mode."""
-    import transformers
-
-    config = transformers.AutoConfig.for_model(name, **{**_SIZES, **HYBRIDS.get(name, {}), **fields})
-    config._experts_implementation = "eager"
-    torch.manual_seed(0)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config).double().train()
-    if name == "gpt_oss":
-        model.set_attn_implementation("eager")  # which has sinks
-    for module in model.modules():
-        for field, value in list(vars(module).items()):
-            if isinstance(value, float) and (field == "p" or "drop" in field):
-                setattr(module, field, 0.0)
-    return model
+    return causal(name, **fields)()
 
 
 class _Wide:

@@ -1,4 +1,4 @@
-"""Small models in float64 whose sequences ranks share: hand-written ones, and causal ones of transformers."""
+"""Small hand-written models whose sequences ranks share, and attention functions."""
 
 from __future__ import annotations
 
@@ -52,6 +52,33 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class Coded(Block):
+    """A block with other code: a function of the block and its input."""
+
+    def __init__(self, code: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.code = code
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.code(self, x)
+
+    def plain(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The output of the block itself."""
+        return Block.forward(self, x, mask)
+
+
+class CountsCalls(Block):
+    """Counts its calls in a buffer, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        return super().forward(x, mask) * self.calls
+
+
 class GPT(nn.Module):
     """A hand-written GPT with learned positions: logits, or with labels the loss."""
 
@@ -91,6 +118,39 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Te
     return (query @ key.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ value
 
 
+def varlen_like(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention with the arguments of flash attention: a mask ``[B, S]`` of padding, and documents in position ids."""
+    tokens = key.shape[2]
+    assert attention_mask is None or attention_mask.shape[1] == tokens
+    assert position_ids is None or position_ids.shape[-1] == tokens
+    place = torch.arange(tokens)
+    distance = place[:, None] - place
+    seen = distance >= 0
+    if sliding_window is not None:
+        seen = seen & (distance < sliding_window)
+    if attention_mask is not None:
+        seen = seen & attention_mask[:, None, None].bool()
+    elif position_ids is not None:
+        document = (position_ids == 0).cumsum(-1)
+        seen = seen & (document[:, None, :, None] == document[:, None, None])
+    groups = module.num_key_value_groups
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    seen = seen | (distance == 0)  # padding attends to itself, so that nothing is nan
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
+    return out.transpose(1, 2), None
+
+
 class OwnAttention(GPT):
     """A GPT with an attention function of its own, which is shared or not."""
 
@@ -101,7 +161,7 @@ class OwnAttention(GPT):
 
 
 class Body(nn.Module):
-    """From embedded tokens to normalized hidden states."""
+    """A module that a policy can name: blocks and a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,16 +175,15 @@ class Body(nn.Module):
 
 
 class WithBody(nn.Module):
-    """A model with a module that a policy can name, and a loss behind it."""
+    """A model with such a module, dropout in front of it and a loss behind it."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.embed, self.positions = nn.Embedding(VOCAB, H), nn.Embedding(256, H)
-        self.body, self.head = Body(), nn.Linear(H, VOCAB, bias=False)
+        self.embed, self.dropout, self.body = nn.Embedding(VOCAB, H), nn.Dropout(dropout), Body()
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device))
-        return tiled_linear_cross_entropy(self.body(x), self.head.weight, labels, shift=True)
+        x = self.body(self.dropout(self.embed(input_ids)))
+        return tiled_linear_cross_entropy(x, self.embed.weight, labels, shift=True)
 
 
 class Pooled(nn.Module):
@@ -171,22 +230,5 @@ def hand_written(kind: Callable[..., nn.Module], *args: Any, **fields: Any) -> C
     def build() -> nn.Module:
         torch.manual_seed(0)
         return kind(*args, **fields).double()
-
-    return build
-
-
-def causal(name: str, **fields: Any) -> Callable[[], nn.Module]:
-    """Return what builds a small causal model of transformers in float64; fields that are ``None`` are left out."""
-
-    def build() -> nn.Module:
-        import transformers
-
-        sizes = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-        sizes |= {"num_key_value_heads": 2, "vocab_size": VOCAB, "head_dim": 8, "pad_token_id": 0}
-        loading = {"experts_implementation": "eager"} if "num_local_experts" in fields else {}
-        given = {field: value for field, value in (sizes | fields).items() if value is not None}
-        config = transformers.AutoConfig.for_model(name, **given)
-        torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **loading).double()
 
     return build

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import lt_tiled
 from lt_tiled import SequenceParallel
 from tests.sequence_parallel.cases import labeled
-from tests.sequence_parallel.models import GPT, VOCAB, Block, Body, H, Pooled, causal, hand_written, ids
+from tests.sequence_parallel.hybrids import causal
+from tests.sequence_parallel.models import GPT, Block, H, Pooled, WithBody, hand_written, ids
 from tests.world import World
 
 DOORS = {"causal": causal("llama"), "blocks": hand_written(GPT)}
@@ -63,20 +64,9 @@ def test_hidden_states(world: World) -> None:
         world(hidden_states, change)
 
 
-class Nested(nn.Module):
-    """Another module has the blocks, and is given what dropout left of the embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.dropout, self.encoder = nn.Embedding(VOCAB, H), nn.Dropout(0.3), Body()
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return self.encoder(self.dropout(self.embed(input_ids))).square().mean()
-
-
 def dropped() -> None:
     torch.manual_seed(0)
-    model = Nested()
+    model = WithBody(dropout=0.3)
     torch.manual_seed(dist.get_rank())
     with lt_tiled.prepare(model, sequence_parallel=2):
         model(**labeled(ids(2, 24))).backward()

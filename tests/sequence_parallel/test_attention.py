@@ -1,4 +1,4 @@
-"""Attention functions of transformers and kernels of layers get all tokens of some heads, and are restored."""
+"""Flex attention of transformers and kernels of layers get all tokens of some heads, and are restored."""
 
 from __future__ import annotations
 
@@ -10,78 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import lt_tiled
 from tests.parity import EXACT
 from tests.sequence_parallel.cases import WINDOW, Case, labeled, no_labels, packed, padded
-from tests.sequence_parallel.hybrids import hybrid
-from tests.sequence_parallel.models import causal, ids
+from tests.sequence_parallel.hybrids import causal, hybrid
+from tests.sequence_parallel.models import ids
 from tests.sequence_parallel.runs import shared
 from tests.world import World
-
-
-def varlen_like(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    position_ids: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention with the arguments of flash attention: a mask ``[B, S]`` of padding, and documents in position ids."""
-    tokens = key.shape[2]
-    assert attention_mask is None or attention_mask.shape[1] == tokens
-    assert position_ids is None or position_ids.shape[-1] == tokens
-    place = torch.arange(tokens)
-    distance = place[:, None] - place
-    seen = distance >= 0
-    if sliding_window is not None:
-        seen = seen & (distance < sliding_window)
-    if attention_mask is not None:
-        seen = seen & attention_mask[:, None, None].bool()
-    elif position_ids is not None:
-        document = (position_ids == 0).cumsum(-1)
-        seen = seen & (document[:, None, :, None] == document[:, None, None])
-    groups = module.num_key_value_groups
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    seen = seen | (distance == 0)  # padding attends to itself, so that nothing is nan
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
-    return out.transpose(1, 2), None
-
-
-FLASH = {
-    "packed": Case(causal("mistral", **WINDOW), packed, rows=1),
-    "padded left": Case(causal("llama"), padded(True)),
-    "padded right": Case(causal("mistral", **WINDOW), padded(False)),
-}
-
-
-def shared_flash(name: str) -> tuple[float, int, str]:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE
-
-    model: Any = FLASH[name].build()
-    model.config._attn_implementation = "flash_attention_2"  # the package itself is not installed
-    TABLE["flash_attention_2"] = varlen_like
-    try:
-        return shared(Case(lambda: model, FLASH[name].given, rows=FLASH[name].rows), 4)
-    finally:
-        del TABLE["flash_attention_2"]
-
-
-@pytest.mark.parametrize("name", FLASH)
-def test_flash_attention(name: str, four_ranks: World) -> None:
-    """Attention that reads padding and position ids gets those of all tokens."""
-    for error, exchanges, refused in four_ranks(shared_flash, name):
-        assert refused == ""
-        assert exchanges
-        assert error < EXACT
-
 
 FLEX: dict[str, tuple[str, dict[str, Any], Any]] = {
     "packed": ("llama", {}, packed),
@@ -152,7 +89,7 @@ def documents(x: Tensor) -> dict[str, Any]:
 
 
 def shared_documents(labels: bool) -> tuple[float, int, str]:
-    case = Case(lambda: hybrid("qwen3_next"), lambda x: documents(x) | ({"labels": x} if labels else {}), rows=1)
+    case = Case(causal("qwen3_next"), lambda x: documents(x) | ({"labels": x} if labels else {}), rows=1)
     with kernels():
         return shared(case, 2, {"activation_checkpointing": True})
 

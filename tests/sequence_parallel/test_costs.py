@@ -14,7 +14,8 @@ from lt_tiled import ActivationCheckpointing, SequenceParallel
 from lt_tiled.sequence_parallel.groups import Groups
 from tests.meters import peak_bytes
 from tests.sequence_parallel.cases import CASES, no_labels
-from tests.sequence_parallel.models import causal, ids
+from tests.sequence_parallel.hybrids import causal
+from tests.sequence_parallel.models import ids
 from tests.sequence_parallel.runs import Counts, step, value_of
 from tests.world import World
 

@@ -25,7 +25,8 @@ TILED = 3e-7
     "|(rope, dynamic|rope, longrope|noise|loss of the user's|early exit|bias of each head|named module)-2"
     "|hand-written, (mask of each head|own attention)-2|(blocks in a loop|a block twice|first block left out)-2"
     "|(code between blocks|qwen3_next, no labels|nemotron_h|nemotron_h, padded right|mamba2, padded)-2"
-    "|(qwen3_next|bamba|lfm2|gpt_oss), padded-2|positions from ids-2"
+    "|(qwen3_next|bamba|lfm2|gpt_oss), padded-2|positions from ids-2|buffer that counts calls-2|flash, packed-4"
+    "|flash, padded left-2"
 )
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
@@ -111,7 +112,7 @@ def shared_architecture(name: str) -> tuple[float, int, str]:
 
 
 @pytest.mark.table(
-    "GPT-2|BERT|Falcon|DeepSeek V3|GLM-4|ViT|LLaVA|ALBERT|Cohere|T5|Llama 3.2.*|BLOOM|Swin|Doge|wav2vec 2.0"
+    "GPT-2|BERT|Falcon|DeepSeek V3|GLM-4|ViT|LLaVA|ALBERT|Cohere|T5|Llama 3.2.*|BLOOM|Swin|Doge|Mamba|wav2vec 2.0"
 )
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architectures(name: str, world: World) -> None:
