@@ -42,6 +42,7 @@ from lt_tiled import (
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.memory import PeakMemory
 from lt_tiled.planner.job import make_job
+from lt_tiled.planner.search import plan
 from lt_tiled.policies import Tiers
 
 TINY = {
@@ -211,7 +212,7 @@ def peak(setup: Setup, settings: tuple[str, ...] = tuple(SETTINGS), tokens: int 
         with torch.device("meta"):
             planned = CausalLM(setup.config, loss=False)
         arguments = {"strategy": strategy(), "accelerator": "gpu", "precision": "bf16-true"}
-        predicted = make_job(planned, setup.text(tokens), arguments).simulate().peak
+        predicted = plan(make_job(planned, setup.text(tokens), arguments)).peak
         found = fit(setup, strategy(), tokens)
         reserved, allocated = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
         figures = {

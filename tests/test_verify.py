@@ -24,7 +24,7 @@ from lt_tiled.tiling.run import TiledFunction
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import draw, strategy
 from tests.lit import LitTiny, accelerator, replaced
-from tests.models import GatedMLP, H, TinyLM, lm_loss, tiny_llama
+from tests.models import GatedMLP, TinyLM, lm_loss, tiny_llama
 from tests.world import World
 
 
@@ -150,20 +150,6 @@ def test_nothing_to_tile() -> None:
 LABELLED = {"input_ids": IDS, "labels": IDS}
 
 
-@pytest.mark.slow
-def test_frozen_and_tied_weights() -> None:
-    """LoRA on tied weights: the norm is that of the adapters' gradients, and large frozen weights hide no error."""
-    model = tiny_llama(tie_word_embeddings=True)
-    nn.init.normal_(model.model.embed_tokens.weight, std=100)
-    adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-    result = verify(adapted, LABELLED, reference=False)
-    assert result.passed, str(result)
-    assert result.norms[1] == pytest.approx(norm_of(adapted))
-    assert {row.path.split(".")[-2] for row in result.rows if not row.path.startswith("loss")} == {"lora_A", "lora_B"}
-    with wrong_gradients():
-        assert verify(adapted, LABELLED, reference=False).worst.tiled > 0.009
-
-
 def test_zero_weights() -> None:
     """The weights before zeros, those of a new LoRA adapter, are compared too: a wrong gradient there fails."""
     adapted: Any = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["gate_proj"]))
@@ -172,12 +158,6 @@ def test_zero_weights() -> None:
         failed = [row.path for row in verify(adapted, LABELLED).rows if not row.passed]
     assert any("lora_A" in path for path in failed)
     assert not any(weight.any() for name, weight in adapted.named_parameters() if "lora_B" in name)
-
-
-def norm_of(model: Any) -> float:
-    """The norm of the gradients of an untiled step."""
-    model(**LABELLED).loss.backward()
-    return float(sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None)) ** 0.5
 
 
 def test_what_is_not_tiled() -> None:
@@ -194,20 +174,6 @@ def test_what_is_not_tiled() -> None:
     assert result.verdict.startswith("fail: nothing ran in several tiles")
 
 
-class Averaging(nn.LayerNorm):
-    """Counts its calls, and scales with the count and with an average of its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__(H)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("average", torch.ones(()), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.average = 0.9 * self.average + x.detach().abs().mean()
-        return super().forward(x) * self.average * self.calls
-
-
 class Counting(GatedMLP):
     """Counts its calls, and so its tiles."""
 
@@ -221,17 +187,14 @@ class Counting(GatedMLP):
 
 
 def test_buffers() -> None:
-    """Each step begins with the same buffers, and a buffer that a tiled step changes in another way fails."""
+    """A buffer that a tiled step changes in another way fails, and one without a value does not."""
     net = TinyLM()
-    net.blocks[0].norm1 = Averaging()
     net.register_buffer("unset", torch.full((2,), torch.nan))
-    result = verify(net, IDS, step=step)
-    assert result.passed, str(result)
-    assert net.blocks[0].norm1.calls == 0
     net.blocks[0].mlp = Counting()
     chosen = TiledSingleDeviceStrategy(tiling=Tiling(self_check=False))
     result = verify(net, IDS, step=step, strategy=chosen)
-    assert not {row.path: row.passed for row in result.rows}["model.blocks.*.mlp.calls"]
+    assert [row.path for row in result.rows if not row.passed] == ["model.blocks.*.mlp.calls"]
+    assert net.blocks[0].mlp.calls == 0
 
 
 class Clipping(pl.LightningModule):
@@ -253,20 +216,6 @@ def test_hooks_on_gradients() -> None:
     result = verify(Clipping(), IDS)
     assert result.passed, str(result)
     assert result.norms[1] > 0.1
-
-
-@pytest.mark.full
-def test_compiled() -> None:
-    """Compiled submodules, and a compiled model, are verified under their own names."""
-    net = TinyLM()
-    net.blocks[0] = torch.compile(net.blocks[0], backend="eager")
-    net.blocks[1].attention = torch.compile(net.blocks[1].attention, backend="eager")
-    compiled: Any = torch.compile(net, backend="eager")
-    for model in (net, compiled):
-        result = verify(model, IDS, step=step)
-        assert result.passed, str(result)
-        assert not result.not_tiled
-        assert "model.blocks.*.attention.out_proj" in {row.path for row in result.rows}
 
 
 def policy_loss(model: Any, ids: Tensor) -> Tensor:
@@ -293,10 +242,8 @@ def test_the_model_stays(tmp_path: Path) -> None:
     net = TinyLM()
     net.register_buffer("count", torch.zeros(1))
     before, state = {k: v.clone() for k, v in net.state_dict().items()}, torch.get_rng_state()
-    chosen = TiledSingleDeviceStrategy(
-        tiling=7,
-        activation_checkpointing=lt_tiled.ActivationCheckpointing(offload="disk", directory=str(tmp_path), keep_last=0),
-    )
+    policy = lt_tiled.ActivationCheckpointing(offload="disk", directory=str(tmp_path), keep_last=0)
+    chosen = TiledSingleDeviceStrategy(tiling=7, activation_checkpointing=policy)
     result = verify(net, IDS, step=step, strategy=chosen)
     assert (result.passed, set(result.tiles.values())) == (True, {7})
     assert torch.equal(state, torch.get_rng_state())
@@ -307,13 +254,11 @@ def test_the_model_stays(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.low_precision
-def test_figures() -> None:
-    """The two steps have the same loss and gradient norm, and the reference has the higher precision."""
-    result = verify(TinyLM(), draw((2, 256), 0), step=step)
-    assert result.losses[1] == pytest.approx(result.losses[0], rel=1e-5)
-    assert result.norms[1] == pytest.approx(result.norms[0], rel=1e-5)
-    assert "float64" in str(result)
-    assert torch.finfo(torch.bfloat16).eps / 100 < verify(TinyLM().bfloat16(), IDS, step=step).worst.untiled < 0.1
+def test_16_bits() -> None:
+    """The reference of 16-bit weights has 32 bits."""
+    result = verify(TinyLM().bfloat16(), IDS, step=step)
+    assert "float32" in str(result)
+    assert torch.finfo(torch.bfloat16).eps / 100 < result.worst.untiled < 0.1
 
 
 @pytest.mark.parametrize(

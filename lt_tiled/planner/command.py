@@ -13,7 +13,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lt_tiled.planner.job import make_job
 from lt_tiled.planner.picture import draw_step
-from lt_tiled.planner.search import Plan, cheapest, longest, plan
+from lt_tiled.planner.search import cheapest, longest, plan, render
+from lt_tiled.planner.simulate import Plan
 from lt_tiled.planner.speed import GPU
 from lt_tiled.policies import check_count, parse_bytes
 
@@ -55,9 +56,12 @@ def run_plan(
     """
     check_count("seq", seq, None)
     check_count("devices", devices, None)
-    limit = None if memory is None else parse_bytes(memory, "memory")
-    if find is not None and limit is None:
+    limit = None
+    if memory is not None:
+        limit = parse_bytes(memory, "memory")
+    elif find is not None:
         raise ValueError(f"find={find!r} needs the memory of a device: pass --memory, such as --memory 80GiB.")
+    # 1. Predict, or search.
     job = make_job(model, datamodule, trainer, devices)
     if find is None or limit is None:
         found = plan(job, seq)
@@ -65,36 +69,33 @@ def run_plan(
         found = longest(job, limit, tokens=seq)
     else:
         found = cheapest(job, limit, seq or job.tokens)
-    print(found.render(limit, gpu))
+    # 2. Say what was found, also as YAML and as a picture.
+    print(render(found, limit, gpu))
     if find is not None:
-        text = yaml.safe_dump(settings_yaml(config, found, trainer.get("strategy")), sort_keys=False)
+        text = yaml.safe_dump(_as_config(config, found, trainer.get("strategy")), sort_keys=False)
         print(text)
         if output is not None:
             Path(output).write_text(text)
             print(f"Written to {output}: add it to fit's arguments as a second --config.")
     if plot is not None:
-        draw_step(found.simulation, plot, limit)
+        draw_step(found, plot, limit)
 
 
-def settings_yaml(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict[str, Any]:
-    """Return a second ``--config`` that sets what a plan found: all fields, so that none of the first remain.
-
-    The strategy is that of the first configuration, as an object or a name.
-    """
-    # What the name of a strategy stands for.
-    is_name = isinstance(strategy, str) and strategy in StrategyRegistry.available_strategies()
-    init: dict[str, Any] = {**StrategyRegistry[strategy]["init_params"]} if is_name else {}
+def _as_config(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict[str, Any]:
+    """Return a second ``--config`` that sets what a plan found: all fields, so that none of the first remain."""
     settings = found.settings
+    init: dict[str, Any] = {}
+    if isinstance(strategy, str) and strategy != "auto":
+        init |= StrategyRegistry[strategy]["init_params"]  # what the name stands for
     if settings.engine.stage:
         init["stage"] = settings.engine.stage
-    init["loss"] = True if settings.loss == "auto" else settings.loss
+    init["loss"] = settings.loss == "auto" or settings.loss
     for name in ("tiling", "activation_checkpointing", "sequence_parallel"):
         policy = getattr(settings, name)
         init[name] = policy and asdict(policy)
     kind = _STRATEGIES.get(settings.engine.name, "DeepSpeed")
-    result: dict[str, Any] = {
-        "trainer": {"strategy": {"class_path": f"lt_tiled.Tiled{kind}Strategy", "init_args": init}}
-    }
+    result: dict[str, Any] = {}
+    result["trainer"] = {"strategy": {"class_path": f"lt_tiled.Tiled{kind}Strategy", "init_args": init}}
     data = config.get("data") or {}
     if "seq_len" in data.get("init_args", {}):
         result["data"] = {"class_path": data["class_path"], "init_args": {"seq_len": found.tokens}}

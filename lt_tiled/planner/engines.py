@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.namespaces import is_a
@@ -64,68 +63,59 @@ def engine_of(strategy: Any, ranks: int) -> Engine:
         return Engine("fsdp2", ranks)
     if is_a(strategy, "DDPStrategy"):  # Lightning keeps DDP's arguments in a private attribute only
         return Engine("ddp", ranks, views=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view", False)))
-    return Engine("ddp", ranks) if ranks > 1 else Engine()
+    if ranks > 1:
+        return Engine("ddp", ranks)
+    return Engine()
 
 
 def _deepspeed(zero: dict[str, Any], ranks: int) -> Engine:
+    """Return the engine of the ``zero_optimization`` of a DeepSpeed config."""
     name: Any = f"zero{zero['stage']}"
-    bucket, live = int(zero.get("reduce_bucket_size", 5e8)), 0
-    if name == "zero3":
-        live = int(min(zero.get("stage3_max_live_parameters", 1e9), zero.get("stage3_max_reuse_distance", 1e9)))
-    elif zero.get("overlap_comm", False):
-        bucket *= 2
-    optimizer, weights = (zero.get(f"offload_{what}", {}).get("device", "none") for what in ("optimizer", "param"))
-    return Engine(name, ranks, bucket, False, optimizer != "none", weights != "none", live=live)
+    bucket = int(zero.get("reduce_bucket_size", 5e8))
+    if name != "zero3" and zero.get("overlap_comm", False):
+        bucket *= 2  # one is filled while the other is reduced
+    return Engine(
+        name,
+        ranks,
+        bucket,
+        offload_optimizer=zero.get("offload_optimizer", {}).get("device", "none") != "none",
+        offload_weights=zero.get("offload_param", {}).get("device", "none") != "none",
+        live=int(min(zero.get("stage3_max_live_parameters", 1e9), zero.get("stage3_max_reuse_distance", 1e9))),
+    )
+
+
+@contextmanager
+def mesh_of(engine: Engine) -> Iterator[DeviceMesh | None]:
+    """Make the device mesh of FSDP, on a process group that communicates nothing. Its tensors are real."""
+    if not engine.name.startswith("fsdp"):
+        yield None
+        return
+    dist.init_process_group("fake", rank=0, world_size=engine.ranks)
+    try:
+        yield init_device_mesh("cpu", (engine.ranks,))
+    finally:
+        dist.destroy_process_group()
 
 
 def share_weights(engine: Engine, model: nn.Module, ledger: FakeLedger, mesh: DeviceMesh | None) -> None:
-    """Shard the weights of a model by torch's ``fully_shard``, or record DDP's gradient buckets.
+    """Record DDP's gradient buckets, or shard the weights of a model by torch's ``fully_shard``.
 
-    FSDP2 is ``fully_shard``. ``FullyShardedDataParallel`` gathers in the same order, but into the flat weights
-    themselves, and frees the reduced gradients at once: what else ``fully_shard`` allocates for these is not counted.
+    FSDP2 is ``fully_shard``. ``FullyShardedDataParallel`` gathers in the same order, but without buffers.
     """
     if engine.name == "ddp" and not engine.views:
-        ledger.hold(sum(p.nbytes for p in _trained(model)), "communication")
-    if mesh is None:
-        return
-
-    def name_gathered(*_: Any) -> None:
-        # Their storages keep the name when FSDP fills them again.
-        ledger.name([weight for weight in model.parameters() if not isinstance(weight, DTensor)], "gathered")
-
-    ledger.gathers_in_place = engine.name == "fsdp"
-    policy = MixedPrecisionPolicy(param_dtype=engine.mixed)
-    for unit in (*[block for _, block in find_blocks(model)], model):
-        sharded: Any = fully_shard(unit, mesh=mesh, mp_policy=policy)
-        sharded.set_custom_all_gather(_Collective(ledger, "gathered"))
-        sharded.set_custom_reduce_scatter(_Collective(ledger, "communication"))
-        sharded.register_forward_pre_hook(name_gathered)
-    register_fsdp_forward_method(model, "training_step")
-    ledger.name([*model.parameters()], "weights")
+        ledger.hold(sum(weight.nbytes for weight in _trained(model)), "communication")
+    if mesh is not None:
+        ledger.gathers_in_place = engine.name == "fsdp"
+        for _, block in find_blocks(model):
+            fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=engine.mixed))
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=engine.mixed))
+        register_fsdp_forward_method(model, "training_step")
+        ledger.name(list(model.parameters()), "weights")
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights that get gradients."""
     return [weight for weight in model.parameters() if weight.requires_grad]
-
-
-@dataclass
-class _Collective:
-    """Allocates the buffers of FSDP's all-gather or reduce-scatter, and communicates nothing."""
-
-    ledger: FakeLedger
-    part: str
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffer = torch.empty(*size, dtype=dtype, device=device)
-        self.ledger.name(buffer, self.part)
-        return buffer
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
-        if self.part == "communication":
-            self.ledger.name(output_tensor, "gradients")
-            if self.ledger.gathers_in_place:
-                self.ledger.drop(input_tensor)
 
 
 class Zero:
@@ -137,27 +127,35 @@ class Zero:
     """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: FakeLedger) -> None:
-        self.engine, self.model, self.optimizer, self.ledger = engine, model, optimizer, ledger
+        self.engine = engine
+        self.model = model
+        self.optimizer = optimizer
+        self.ledger = ledger
         self.bucket = engine.bucket * next(model.parameters()).itemsize
-        self.until_step = ExitStack()
-        """Releases what exists from the backward pass to the optimizer's step."""
+        self.until_step: list[Callable[[], None]] = []
+        """Release what exists from the backward pass to the optimizer's step."""
+        if engine.stage == 0:
+            return
         if engine.stage == 3:
             self._shard_weights()
-        for weight in _trained(model) if engine.stage > 1 else ():
-            weight.register_post_accumulate_grad_hook(self._reduce)
-        for group in optimizer.param_groups if engine.stage else ():
-            group["params"] = [self._master(p) for p in group["params"]]
+        if engine.stage > 1:
+            for weight in _trained(model):
+                weight.register_post_accumulate_grad_hook(self._reduce)
+        for group in optimizer.param_groups:
+            group["params"] = [self._master(weight) for weight in group["params"]]
 
-    def _part(self, weights: Sequence[Tensor]) -> int:
+    def _part(self, weights: Iterable[Tensor]) -> int:
         """Return the bytes of a rank's part of weights."""
         return sum(-(-p.numel() // self.engine.ranks) * p.itemsize for p in weights)
 
     def _shard_weights(self) -> None:
         """Record the shards of ZeRO-3, their gradients, and what is gathered."""
         weights = list(self.model.parameters())
-        sizes = [sum(p.numel() for p in leaf.parameters()) for _, leaf in whole_modules(self.model)]
-        sizes += [sum(p.numel() for p in module.parameters(recurse=False)) for module in self.model.modules()]
-        gathered = max(*sizes, min(self.engine.live, sum(p.numel() for p in weights)))
+        gathered = min(self.engine.live, _elements(weights))
+        for _, leaf in whole_modules(self.model):
+            gathered = max(gathered, _elements(leaf.parameters()))
+        for module in self.model.modules():
+            gathered = max(gathered, _elements(module.parameters(recurse=False)))
         self.ledger.hold(gathered * weights[0].itemsize, "gathered")
         if not self.engine.offload_weights:
             self.ledger.hold(self._part(weights), "weights")
@@ -175,14 +173,22 @@ class Zero:
             self.ledger.drop(master)
         return master
 
+    def _reduce(self, weight: Tensor) -> None:
+        """Move the gradient of a weight to the bucket."""
+        weight.grad = None
+        if self.engine.stage == 2 and not self.engine.offload_optimizer:
+            self.until_step.append(self.ledger.hold(self._part([weight]), "gradients"))
+
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase."""
         if phase == "backward" and self.engine.stage in (1, 2):
-            self.until_step.callback(self.ledger.hold(self.bucket, "communication"))
+            self.until_step.append(self.ledger.hold(self.bucket, "communication"))
         if phase == "optimizer" and self.engine.stage:
-            self.until_step.close()
-            for master in () if self.engine.offload_optimizer else stepped_on(self.optimizer):
-                master.backward(torch.empty_like(master))
+            while self.until_step:
+                self.until_step.pop()()
+            if not self.engine.offload_optimizer:
+                for master in stepped_on(self.optimizer):
+                    master.backward(torch.empty_like(master))
 
     def stepped(self) -> None:
         """Free the gradients, which DeepSpeed frees after a step."""
@@ -190,21 +196,6 @@ class Zero:
             self.optimizer.zero_grad()
             self.model.zero_grad(set_to_none=True)
 
-    def _reduce(self, weight: Tensor) -> None:
-        """Move the gradient of a weight to the bucket."""
-        weight.grad = None
-        if self.engine.stage == 2 and not self.engine.offload_optimizer:
-            self.until_step.callback(self.ledger.hold(self._part([weight]), "gradients"))
 
-
-@contextmanager
-def mesh_of(engine: Engine) -> Iterator[DeviceMesh | None]:
-    """Make the device mesh of FSDP, on a process group that communicates nothing. Its tensors are real."""
-    if not engine.name.startswith("fsdp"):
-        yield None
-        return
-    dist.init_process_group("fake", rank=0, world_size=engine.ranks)
-    try:
-        yield init_device_mesh("cpu", (engine.ranks,))
-    finally:
-        dist.destroy_process_group()
+def _elements(weights: Iterable[Tensor]) -> int:
+    return sum(weight.numel() for weight in weights)

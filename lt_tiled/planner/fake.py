@@ -1,4 +1,4 @@
-"""Models without memory: fake tensors and the ledger that knows which module runs, fake weights, groups and tiers."""
+"""Models without memory: fake tensors and the ledger that knows which module runs, fake weights and tiers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,7 +52,10 @@ def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
             # https://github.com/huggingface/transformers/blob/main/src/transformers/integrations/hub_kernels.py
             stack.enter_context(swapped(vars(hub_kernels), "is_torchdynamo_exporting", lambda: True))
         stack.enter_context(FakeTensorMode())
-        yield stack.enter_context(FakeLedger(model))
+        ledger = FakeLedger(model)
+        stack.callback(register_module_forward_pre_hook(ledger.enter).remove)
+        stack.callback(register_module_forward_hook(ledger.leave, always_call=True).remove)
+        yield stack.enter_context(ledger)
 
 
 class FakeLedger(Ledger):
@@ -71,62 +73,66 @@ class FakeLedger(Ledger):
         self.gathers_in_place = False
         """Whether FSDP gathers into the weights themselves, as ``FullyShardedDataParallel`` does."""
         self._blocks = {block for _, block in find_blocks(model)}
-        self._parts = {part: "attention" for block in self._blocks for part in block.modules()}
+        self._parts: dict[nn.Module, str] = {}
+        for block in self._blocks:
+            self._parts |= dict.fromkeys(block.modules(), "attention")
         with suppress(NothingFoundError):
             for target in find_tileable(model, Tiling(targets="mlp")):
                 for module in (target.module, *target.before, *target.after):
                     self._parts |= dict.fromkeys(module.modules(), "MLP")
-        self._stack: list[str | None] = []
+        self._running: list[str | None] = []
         """The parts of the modules that are running. One in no block, such as a loss, belongs to its caller."""
         self._numbers: list[int] = []
         self._noted: list[str] = []
 
-    def __enter__(self) -> FakeLedger:
-        self._undo.callback(register_module_forward_pre_hook(self._enter).remove)
-        self._undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-        super().__enter__()
-        return self
-
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase."""
-        self.outside = "optimizer" if phase == "optimizer" else "rest"
-        self._stack.clear()
+        self.outside = "rest"
+        if phase == "optimizer":
+            self.outside = phase
+        self._running.clear()
         self._note()
 
     def part(self) -> str:
-        node = None if self._stack else torch._C._current_autograd_node()
-        if node is not None:
-            number = node._sequence_nr()
-            index = bisect_right(self._numbers, number) - 1
-            return self._noted[index] if 0 <= number < _ACCUMULATES and index >= 0 else "gradients"
-        running = self._stack[-1] if self._stack else None
-        return running or self.outside
+        if self._running:
+            return self._running[-1] or self.outside
+        node: Any = torch._C._current_autograd_node()  # None in a forward pass
+        if node is None:
+            return self.outside
+        # The last note before the node was made says what ran then.
+        number = node._sequence_nr()
+        index = bisect_right(self._numbers, number) - 1
+        if index < 0 or number >= _ACCUMULATES:
+            return "gradients"
+        return self._noted[index]
 
     def _note(self) -> None:
         """Assign the nodes that are made from now on to what is running now."""
         self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._noted.append(self.part())
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        above = self._stack[-1] if self._stack else None
-        self._stack.append(self._parts.get(module, above))
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Note that a module runs."""
+        above = self._running[-1] if self._running else None
+        self._running.append(self._parts.get(module, above))
         self._note()
         if module in self._blocks and get_patch(module, BlockPatch) is not None:
             self.name([t for t in args if isinstance(t, Tensor) and t.is_floating_point()], "block inputs")
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
-            self._stack.pop()
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that a module has run, or raised."""
+        if self._running:
+            self._running.pop()
         if module in self._blocks:
             self.outside = "loss"
         self._note()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, also where torch's fake kernels lack something."""
-        if self.gathers_in_place and func.namespace == "fsdp" and "split_with_sizes_copy" in str(func):
-            self.drop(args[0])  # what is copied to the weights would be the weights
-        if func is aten._local_scalar_dense.default and not self._stack:
-            return 1.0 if args[0].is_floating_point() else 1  # a training step may read its loss
+        if func.namespace in ("fsdp", "c10d"):
+            self._name_exchanged(func, args, kwargs)
+        if func is aten._local_scalar_dense.default and not self._running:  # a training step may read its loss
+            return 1.0 if args[0].is_floating_point() else 1
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16
             left, right, *rest = args
             return func(left.bfloat16(), right.bfloat16(), *rest, **kwargs).to(left.dtype)
@@ -135,6 +141,25 @@ class FakeLedger(Ledger):
         except _NEEDS_VALUES as error:
             raise SimulationError(f"{func} needs the values of tensors, which a simulation does not have.") from error
 
+    def _name_exchanged(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Name the buffers of FSDP's collectives, and the weights that it gathers.
+
+        ``FullyShardedDataParallel`` exchanges the same without buffers: it gathers into the weights themselves, and
+        frees gradients as soon as they are reduced.
+        """
+        operator = func._opname
+        if operator == "all_gather_copy_in":  # inputs, output
+            self.name(args[1], "gathered")
+        elif operator == "split_with_sizes_copy":  # from the output to weights
+            self.name(kwargs["out"], "gathered")
+            if self.gathers_in_place:
+                self.drop(args[0])
+        elif operator == "_reduce_scatter_base_":  # output, input
+            self.name(args[0], "gradients")
+            self.name(args[1], "communication")
+            if self.gathers_in_place:
+                self.drop(args[1])
+
 
 def fake_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Replace all tensors of a model by fake ones on the CPU. Call it under :func:`without_memory`.
@@ -142,27 +167,21 @@ def fake_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     ``dtype`` is the dtype of the weights, by default the one that they have.
     """
     known: dict[int, Tensor] = {}
+    """By the identity of the tensor that each replaces: tied weights stay tied."""
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
-            is_weight = isinstance(tensor, nn.Parameter)
-            chosen = dtype if is_weight and dtype is not None else tensor.dtype
-            plain = torch.empty_strided(tensor.size(), tensor.stride(), dtype=chosen, device="cpu")
-            known[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if is_weight else plain
+            new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new.to(dtype or tensor.dtype), tensor.requires_grad)
+            known[id(tensor)] = new
         return known[id(tensor)]
 
     for module in model.modules():
-        for name, value in vars(module).items():  # parameters, buffers, and others such as the state of a metric
+        # Parameters, buffers, and others such as the state of a metric.
+        for name, value in vars(module).items():
             if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
                 vars(module)[name] = pytree.tree_map_only(Tensor, fake, value)
-
-
-def fake_group(ranks: int) -> Any:
-    """Return a stand-in for a process group, seen from its first rank, which has the most tokens and heads.
-
-    Sequence parallelism reads these attributes. The fake implementations of its operators communicate nothing.
-    """
-    return SimpleNamespace(group_name="simulated", size=lambda: ranks, rank=lambda: 0)
 
 
 @dataclass(frozen=True)
@@ -193,5 +212,6 @@ def fake_offloader(
     name: Callable[[Tensor], None], policy: ActivationCheckpointing, ranks_per_node: int | None
 ) -> Offloader:
     """Return an offloader that moves nothing, to the first tier of a policy. ``name`` names what it loads."""
-    tier: Any = _FakeTier(name, at_once=policy.offload != "disk")
-    return Offloader(policy, None, tier) if policy.offload == "disk" else Offloader(policy, tier, None)
+    to_disk = policy.offload == "disk"
+    tier: Any = _FakeTier(name, at_once=not to_disk)
+    return Offloader(policy, None, tier) if to_disk else Offloader(policy, tier, None)

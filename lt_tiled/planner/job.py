@@ -16,9 +16,9 @@ from torch import Tensor
 from lt_tiled._log import warn
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.planner.engines import engine_of
-from lt_tiled.planner.simulate import Settings, Simulation, simulate
+from lt_tiled.planner.simulate import Settings
 from lt_tiled.sequence_parallel.groups import check_size
-from lt_tiled.training_step.step import first_batch, shape_of, silence, with_length
+from lt_tiled.training_step.step import first_batch, shape_of, silence
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "32": (torch.float32, None),
@@ -44,16 +44,6 @@ class Job:
         """The sequence length of the batch."""
         return shape_of(self.batch)[1]
 
-    def simulate(self, tokens: int | None = None, settings: Settings | None = None) -> Simulation:
-        """Simulate a step; by default with the sequence length of the batch and the settings of the job.
-
-        Raises:
-            SimulationError: If an operation needs values, or the module optimizes manually.
-            ValueError: If the batch has no sequences and ``tokens`` is given.
-        """
-        batch = self.batch if tokens is None else with_length(self.batch, tokens)
-        return simulate(self.module, batch, settings or self.settings)
-
 
 def make_job(
     module: LightningModule,
@@ -72,7 +62,7 @@ def make_job(
     Raises:
         ValueError: If an argument is not understood.
     """
-    settings = _settings(trainer, _ranks(trainer) if devices is None else devices)
+    settings = _settings(trainer, devices or _ranks(trainer))
     disabled = logging.root.manager.disable
     logging.disable(logging.INFO)  # the Trainer would tell which devices it uses
     try:
@@ -100,27 +90,27 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
     # The policies are those of the strategy, or else of callbacks.
     callbacks = trainer.get("callbacks") or []
     policies = dict[str, Any]()
-    for owner in (strategy, *(callbacks if isinstance(callbacks, list) else [callbacks])):
+    for owner in [strategy] + (callbacks if isinstance(callbacks, list) else [callbacks]):
         if isinstance(owner, AppliesPolicies):
             for name in ("tiling", "activation_checkpointing", "loss", "sequence_parallel"):
                 policies[name] = policies.get(name) or getattr(owner, name)
     if shared := policies.get("sequence_parallel"):
         check_size(shared.size, ranks)
+    # The precision: FSDP and DeepSpeed cast weights in the place of autocast.
     precision = str(trainer.get("precision") or "32")
     dtypes = _PRECISIONS.get(precision.removesuffix("-mixed"), _PRECISIONS.get(precision.removesuffix("-true")))
     if dtypes is None:
         raise ValueError(f"precision={precision!r} cannot be planned: set it to one of {', '.join(_PRECISIONS)}.")
-    dtype, autocast = dtypes
     engine = engine_of(strategy, ranks)
-    if autocast is not None and (engine.name == "fsdp" or engine.stage):  # these cast weights instead
-        if engine.name == "fsdp":
-            engine = replace(engine, mixed=autocast)
-        dtype, autocast = autocast, None
+    if engine.name == "fsdp":
+        engine = replace(engine, mixed=dtypes[1])
+    if dtypes[1] is not None and (engine.name == "fsdp" or engine.stage):
+        dtypes = (dtypes[1], None)
     return Settings(
         **policies,
         engine=engine,
-        dtype=dtype,
-        autocast=autocast,
+        dtype=dtypes[0],
+        autocast=dtypes[1],
         accumulate=int(trainer.get("accumulate_grad_batches") or 1),
         gpu=trainer.get("accelerator", "auto") not in ("cpu", "mps"),
     )
@@ -144,7 +134,7 @@ def _ranks(trainer: Mapping[str, Any]) -> int:
     """Return the number of ranks, as far as the arguments of a Trainer say it."""
     devices = trainer.get("devices", "auto")
     if isinstance(devices, str) and "," in devices:
-        devices = [part for part in devices.split(",") if part.strip()]
+        devices = devices.strip(",").split(",")
     if isinstance(devices, list):
         devices = len(devices)
     elif not str(devices).isdecimal():

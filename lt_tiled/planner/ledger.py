@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +19,9 @@ from lt_tiled.offload.tensors import storage_key
 
 aten = torch.ops.aten
 
+Work = Counter[str]
+"""FLOPs: those of ``"attention"`` kernels, and of other ``"products"`` of matrices."""
+
 
 @dataclass
 class Allocation:
@@ -30,24 +34,6 @@ class Allocation:
     died: int | None = None
 
 
-@dataclass(frozen=True)
-class Work:
-    """What operations compute."""
-
-    products: int = 0
-    """FLOPs of matrix products."""
-    attention: int = 0
-    """FLOPs of attention kernels."""
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.products + other.products, self.attention + other.attention)
-
-    @property
-    def flops(self) -> int:
-        """All FLOPs."""
-        return self.products + self.attention
-
-
 class Ledger(TorchDispatchMode):
     """Records the storages that operations allocate, real or fake, the bytes added by :meth:`hold`, and FLOPs.
 
@@ -57,50 +43,54 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
-        """Bytes."""
         self.work = Work()
-        self.clock = self.peak_at = 0
+        self.now = 0
+        """Bytes."""
+        self.clock = 0
+        self.restart_peak()
         self.allocations: list[Allocation] = []
         self._live: dict[int | None, Allocation] = {}
-        self._undo = ExitStack()
+        self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> Any:
         # FSDP empties storages and fills them again, by no operation.
-        resize = torch.UntypedStorage.resize_
-
-        def book(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
             if (allocation := self._live.get(storage._cdata)) is not None:
                 self._end(allocation)
                 self._live[storage._cdata] = self._add(size, allocation.part)
-            return resize(storage, size)
+            return self._resize(storage, size)
 
-        self._undo.callback(setattr, torch.UntypedStorage, "resize_", resize)
-        torch.UntypedStorage.resize_ = book  # type: ignore[assignment]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._undo.close()
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = self.run(func, args, kwargs)
-        self.work += _work_of(func, args, kwargs, result)
-        new = [tensor for tensor in _plain_tensors(result) if storage_key(tensor) not in self._live]
+        # Count what it computes.
+        packet = func._overloadpacket
+        formula: Any = _OWN.get(packet) or flop_registry.get(packet)
+        if formula is not None:
+            kind = "attention" if "attention" in str(packet) else "products"
+            self.work[kind] += int(formula(*args, **kwargs, out_val=result))
         # What an operation was given, and returns or views, is older than the ledger. A search of all is slow.
-        given = {storage_key(tensor) for tensor in _plain_tensors((args, kwargs))} if new else set()
-        for tensor in new:
-            if storage_key(tensor) not in given:
-                self._track(tensor)
+        new = [tensor for tensor in _plain_tensors(result) if storage_key(tensor) not in self._live]
+        if new:
+            given = set(map(storage_key, _plain_tensors((args, kwargs))))
+            for tensor in new:
+                if storage_key(tensor) not in given:
+                    self._track(tensor)
         if func.namespace == "lt_tiled":  # a collective of sequence parallelism
             self.name((args, result), "communication")
         return result
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Count no work of what runs inside."""
-        before = self.work
+        """Count no FLOPs of what runs inside."""
+        before = self.work.copy()
         yield
         self.work = before
 
@@ -111,14 +101,15 @@ class Ledger(TorchDispatchMode):
     @property
     def flops(self) -> int:
         """The FLOPs so far."""
-        return self.work.flops
+        return self.work.total()
 
     def part(self) -> str:
         """Return what is running."""
         return "rest"
 
     def _track(self, tensor: Tensor) -> None:
-        key, storage = storage_key(tensor), tensor.untyped_storage()
+        key = storage_key(tensor)
+        storage = tensor.untyped_storage()
         if key not in self._live and tensor.device.type != "meta":
             self._live[key] = self._add(storage.nbytes(), self.part())
             weakref.finalize(storage, self._forget, key).atexit = False
@@ -129,7 +120,7 @@ class Ledger(TorchDispatchMode):
         self.allocations.append(allocation)
         self.now += nbytes
         if self.now > self.peak:
-            self.peak, self.peak_at = self.now, self.clock
+            self.restart_peak()
         return allocation
 
     def _forget(self, key: int | None) -> None:
@@ -158,7 +149,8 @@ class Ledger(TorchDispatchMode):
 
     def restart_peak(self) -> None:
         """Start a new peak at the current bytes."""
-        self.peak, self.peak_at = self.now, self.clock
+        self.peak = self.now
+        self.peak_at = self.clock
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
@@ -166,22 +158,15 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         known: Any = tree  # the narrowed type has no other members
         if is_traceable_wrapper_subclass(known):
-            yield from _plain_tensors([getattr(tree, name) for name in known.__tensor_flatten__()[0]])
+            for name in known.__tensor_flatten__()[0]:
+                yield from _plain_tensors(getattr(tree, name))
         elif tree.layout is torch.strided:  # sparse tensors have no storage
             yield tree
-    elif isinstance(tree, list | tuple | dict):  # all that operations take and return; several times as fast as pytree
-        for leaf in tree.values() if isinstance(tree, dict) else tree:
+    elif isinstance(tree, dict):
+        yield from _plain_tensors(list(tree.values()))
+    elif isinstance(tree, list | tuple):  # all that operations take and return; several times as fast as pytree
+        for leaf in tree:
             yield from _plain_tensors(leaf)
-
-
-def _work_of(func: Any, args: Any, kwargs: Any, result: Any) -> Work:
-    """Return the FLOPs of an operation."""
-    packet = func._overloadpacket
-    formula: Any = _OWN.get(packet) or flop_registry.get(packet)
-    if formula is None:
-        return Work()
-    flops = int(formula(*args, **kwargs, out_val=result))
-    return Work(attention=flops) if "attention" in str(packet) else Work(products=flops)
 
 
 def _attention(query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> int:

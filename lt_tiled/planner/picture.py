@@ -5,41 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 
 from lt_tiled.memory import gib
-from lt_tiled.planner.simulate import PARTS, Simulation
+from lt_tiled.planner.simulate import Plan
 
-_HEX = "4c566a 7b88a1 a3adbf 8fbcbb b5d3d2 ebcb8b 5e81ac d08770 bf616a d8dee9"
-COLORS = {part: f"#{color}" for part, color in zip(PARTS, _HEX.split(), strict=True)}
 POINTS = 2000
 """The number of moments in a plot."""
 
 
-def draw_step(run: Simulation, path: str | Path, memory: int | None = None) -> None:
-    """Plot memory over a step, stacked by part.
+def draw_step(found: Plan, path: str | Path, memory: int | None = None) -> None:
+    """Plot memory over a step, stacked by part, in a format of matplotlib such as ``.png``, ``.svg`` or ``.pdf``.
 
-    Args:
-        run: A simulated step.
-        path: A file in a format of matplotlib, such as ``.png``, ``.svg`` or ``.pdf``.
-        memory: The memory of a device in bytes, drawn as a line.
+    ``memory`` is that of a device in bytes, drawn as a line.
     """
     from matplotlib.figure import Figure
 
-    # Of each interval, the moment with the most bytes stands for all.
-    rows = run.over_time()
-    totals = [sum(values) for values in zip(*rows.values(), strict=True)]
-    step = -(-len(totals) // POINTS)
-    moments = list[int]()
-    for low in range(0, len(totals), step):
-        moments.append(max(range(low, min(low + step, len(totals))), key=totals.__getitem__))
+    rows = found.over_time()
+    start = found.phases["forward"]
+    # Equal distances, and the moment of the peak.
+    moments = sorted({*range(0, found.end - start, 1 + (found.end - start) // POINTS), found.peak_at - start})
     figure = Figure(figsize=(6, 4), layout="constrained", dpi=150)
     axis = figure.subplots()
     stack = [[row[moment] / 2**30 for moment in moments] for row in rows.values()]
-    axis.stackplot(moments, stack, colors=[COLORS[part] for part in rows], labels=list(rows))
-    for phase, moment in run.phases.items():
-        x = moment - run.phases["forward"]
-        axis.axvline(x, color="black", linewidth=0.5, linestyle=":")
-        axis.text(x, run.peak / 2**30, f" {phase}", fontsize=7, ha="right" if phase == "optimizer" else "left")
+    axis.stackplot(moments, stack, labels=list(rows))
+    for phase, moment in found.phases.items():
+        axis.axvline(moment - start, color="black", linewidth=0.5, linestyle=":")
+        axis.text(moment - start, found.peak / 2**30, f" {phase}", fontsize=7)
     if memory:
         axis.axhline(memory / 2**30, color="black", linewidth=1, linestyle="--")
-    axis.set(title=f"peak {gib(run.peak)}", xticks=[], xlabel="allocations, in their order", ylabel="GiB")
+    axis.set(title=f"peak {gib(found.peak)}", xticks=[], xlabel="allocations, in their order", ylabel="GiB")
     figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     figure.savefig(path)

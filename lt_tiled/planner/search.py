@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import fields, replace
 
 from lt_tiled._log import progress
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
 from lt_tiled.loss.transformers import find_losses
 from lt_tiled.memory import gib
 from lt_tiled.planner.job import Job
-from lt_tiled.planner.simulate import STATE, Settings, Simulation
-from lt_tiled.planner.speed import GPU, MACHINES, Machine, Speed, predict
+from lt_tiled.planner.simulate import Plan, Settings, simulate
+from lt_tiled.planner.speed import GPU, MACHINES, predict
 from lt_tiled.policies import ActivationCheckpointing, LossShards, Tiling
-from lt_tiled.training_step.step import shape_of
+from lt_tiled.training_step.step import with_length
 
 LIMIT = 2**27
 """The longest sequence of a search: if such a step fits, its memory hardly depends on the sequence length."""
@@ -22,111 +21,25 @@ CLOSE = 0.02
 """A search ends within this share of the longest sequence."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The prediction for one rank, one sequence length and one set of settings."""
-
-    name: str
-    """The class of the module."""
-    tokens: int
-    settings: Settings
-    simulation: Simulation
-    sequences: int = 1
-    """The batch size of a rank, or of the ranks that share a sequence."""
-
-    @property
-    def peak(self) -> int:
-        """The peak memory in bytes."""
-        return self.simulation.peak
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """The bytes of each part at the peak, without empty parts."""
-        return self.simulation.parts_at(self.simulation.peak_at)
-
-    @property
-    def phase(self) -> str:
-        """The phase of the step in which the peak occurs."""
-        return next(p for p, start in reversed(self.simulation.phases.items()) if start <= self.simulation.peak_at)
-
-    def speed(self, machine: Machine) -> Speed:
-        """Return the predicted speed of a step."""
-        return predict(self.simulation, self.settings, machine)
-
-    def tokens_per_second(self, machine: Machine) -> float:
-        """Return the tokens of all ranks in a second."""
-        groups = self.settings.engine.ranks / self.settings.sharing
-        return self.tokens * self.sequences * self.settings.accumulate * groups / self.speed(machine).seconds
-
-    def render(self, memory: int | None = None, gpu: GPU = "h100") -> str:
-        """Return text for the terminal; with the ``memory`` of a device in bytes, also whether it fits."""
-        run, speed = self.simulation, self.speed(MACHINES[gpu])
-        lines = [f"{self.name}, {self.tokens} tokens"]
-        for part, nbytes in {**self.parts, "predicted peak of a rank": self.peak}.items():
-            lines.append(f"  {part:24} {gib(nbytes):>12} {nbytes / self.peak:5.0%}")
-        lines.append(f"Settings: {describe(self.settings)}.")
-        lines.append(f"The peak occurs in the {self.phase} phase.")
-        flops = f"{run.flops / 1e12:.3g} TFLOP per step, {run.forward.flops / 1e12:.3g} TFLOP in the forward pass"
-        lines.append(f"FLOPs: {flops}.")
-        if (moved := run.offloaded) is not None:
-            moved_to = f"{gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk"
-            lines.append(f"Offloaded: {moved_to} per step.")
-        lines.append(
-            f"Speed on {gpu}: {self.tokens_per_second(MACHINES[gpu]):,.0f} tokens per second on"
-            f" {self.settings.engine.ranks} of them, {speed.seconds:.3g} s per step, bound by {speed.bound}."
-        )
-        if memory is not None and self.peak <= memory:
-            lines.append(f"It fits into {gib(memory)}, with {gib(memory - self.peak)} to spare.")
-        elif memory is not None:
-            lines.append(f"It takes {gib(self.peak - memory)} more than {gib(memory)}.")
-        return "\n".join(lines)
-
-
-def describe(settings: Settings) -> str:
-    """Return the settings as one line: the engine, and policies with the fields that are not their defaults."""
-    engine = settings.engine
-    parts = [engine.name + (f" over {engine.ranks} ranks" if engine.ranks > 1 else "")]
-    policies: list[Any] = [settings.tiling, settings.activation_checkpointing, settings.sequence_parallel]
-    for policy in policies:
-        if policy is not None:
-            values = [(field, getattr(policy, field.name)) for field in fields(policy)]
-            changed = [f"{field.name}={value!r}" for field, value in values if value != field.default]
-            parts.append(f"{type(policy).__name__}({', '.join(changed)})")
-    return ", ".join([*parts, *(["tiled loss"] if settings.loss else [])])
-
-
 def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) -> Plan:
-    """Return the plan of a job, also for another sequence length and other settings.
-
-    Args:
-        job: What is trained.
-        tokens: The sequence length; by default that of the batch.
-        settings: By default those of the job.
+    """Return the plan of a job; by default for its own sequence length and settings.
 
     Raises:
-        SimulationError: If an operation needs values.
+        SimulationError: If an operation needs values, or the module optimizes manually.
+        ValueError: If the batch has no sequences and ``tokens`` is given.
     """
-    settings, length = settings or job.settings, tokens or job.tokens
-    with progress(f"Planning {length} tokens, {describe(settings)}"):
-        simulation = job.simulate(tokens, settings)
-    return Plan(type(job.module).__name__, length, settings, simulation, shape_of(job.batch)[0])
+    settings = settings or job.settings
+    batch = job.batch if tokens is None else with_length(job.batch, tokens)
+    with progress(f"Planning {tokens or job.tokens} tokens, {describe(settings)}"):
+        return simulate(job.module, batch, settings)
 
 
 def longest(
-    job: Job,
-    memory: int,
-    settings: Settings | None = None,
-    granule: int = 256,
-    tokens: int | None = None,
+    job: Job, memory: int, settings: Settings | None = None, granule: int = 256, tokens: int | None = None
 ) -> Plan:
-    """Return the plan of the longest sequence whose step fits.
+    """Return the plan of the longest sequence, a multiple of ``granule``, whose step fits into ``memory`` bytes.
 
-    Args:
-        job: What is trained.
-        memory: The memory of a device in bytes.
-        settings: By default those of the job.
-        granule: The sequence length is a multiple of it.
-        tokens: The first sequence length to try; by default that of the job.
+    ``tokens`` is the first sequence length to try.
 
     Raises:
         DoesNotFitError: If not even the shortest sequence fits.
@@ -136,21 +49,18 @@ def longest(
         raise DoesNotFitError(
             f"{granule} tokens already take {gib(low.peak)}, more than {gib(memory)}: use more memory or devices."
         )
-    high, guess, tries = LIMIT, float(tokens or job.tokens), 0
-    while high - low.tokens > (close := max(granule, int(CLOSE * low.tokens))):
+    high = LIMIT
+    length = tokens or job.tokens
+    while high - low.tokens > max(granule, CLOSE * low.tokens):
         # A multiple of the granule between what fits and what does not.
-        guess = min(max(guess, low.tokens + close), high - granule)
-        found = plan(job, int(guess) // granule * granule, settings)
+        length = min(max(length // granule * granule, low.tokens + granule), high - granule)
+        found = plan(job, length, settings)
         if found.peak <= memory:
             low = found
         else:
-            high = found.tokens
-        # What grows with the tokens grows on from the latest plan. If it does not grow that way, halve the interval.
-        growing = sum(nbytes for part, nbytes in found.parts.items() if part not in STATE) / found.tokens
-        guess = min(found.tokens + (memory - found.peak) / max(growing, 1e-9), 64 * low.tokens)
-        if high < LIMIT and tries % 3 == 2:
-            guess = (low.tokens + high) / 2
-        tries += 1
+            high = length
+        # Four times as long until a length does not fit, then halve what is left.
+        length = 4 * length if high == LIMIT else (low.tokens + high) // 2
     return low
 
 
@@ -174,11 +84,13 @@ def cheapest(job: Job, memory: int, tokens: int) -> Plan:
 
 def ladder(job: Job) -> list[Settings]:
     """Return settings in the order of the time that they cost; tiles cost none, but for the host."""
+    plain = replace(job.settings, tiling=None, activation_checkpointing=None, loss=None)
+    rungs = [plain]
     loss: LossShards | None = None
     with suppress(NothingFoundError):
-        loss = "auto" if find_losses(job.module) else None
-    plain = replace(job.settings, tiling=None, activation_checkpointing=None, loss=None)
-    rungs = [plain] if loss is None else [plain, replace(plain, loss=loss)]
+        if find_losses(job.module):
+            loss = "auto"
+            rungs.append(replace(plain, loss=loss))
     for keep in ("attention", None):
         for tiling in (None, Tiling()):
             policy = ActivationCheckpointing(keep=keep)
@@ -187,3 +99,45 @@ def ladder(job: Job) -> list[Settings]:
         policy = ActivationCheckpointing(offload=offload)
         rungs.append(replace(plain, loss=loss, tiling=Tiling(), activation_checkpointing=policy))
     return rungs
+
+
+def render(found: Plan, memory: int | None = None, gpu: GPU = "h100") -> str:
+    """Return a plan as text; with the ``memory`` of a device in bytes, also whether it fits."""
+    lines = [f"{found.name}, {found.tokens} tokens"]
+    for part, nbytes in (found.parts | {"predicted peak of a rank": found.peak}).items():
+        lines.append(f"  {part:24} {gib(nbytes):>12} {nbytes / found.peak:5.0%}")
+    lines.append(f"Settings: {describe(found.settings)}.")
+    lines.append(f"The peak occurs in the {found.phase} phase.")
+    forward = found.forward.total() / 1e12
+    lines.append(f"FLOPs: {found.flops / 1e12:.3g} TFLOP per step, {forward:.3g} TFLOP in the forward pass.")
+    moved = found.offloaded
+    if moved.cpu_bytes or moved.disk_bytes:
+        lines.append(f"Offloaded: {gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk per step.")
+    speed = predict(found, MACHINES[gpu])
+    lines.append(
+        f"Speed on {gpu}: {speed.tokens_per_second:,.0f} tokens per second on {found.settings.engine.ranks} of them,"
+        f" {speed.seconds:.3g} s per step, bound by {speed.bound}."
+    )
+    if memory is not None and found.peak <= memory:
+        lines.append(f"It fits into {gib(memory)}, with {gib(memory - found.peak)} to spare.")
+    elif memory is not None:
+        lines.append(f"It takes {gib(found.peak - memory)} more than {gib(memory)}.")
+    return "\n".join(lines)
+
+
+def describe(settings: Settings) -> str:
+    """Return the settings as one line: the engine, and policies with the fields that are not their defaults."""
+    parts: list[str] = [settings.engine.name]
+    if settings.engine.ranks > 1:
+        parts = [f"{settings.engine.name} over {settings.engine.ranks} ranks"]
+    for policy in (settings.tiling, settings.activation_checkpointing, settings.sequence_parallel):
+        if policy is not None:
+            changed = list[str]()
+            for option in fields(policy):
+                value = getattr(policy, option.name)
+                if value != option.default:
+                    changed.append(f"{option.name}={value!r}")
+            parts.append(f"{type(policy).__name__}({', '.join(changed)})")
+    if settings.loss:
+        parts.append("tiled loss")
+    return ", ".join(parts)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,16 +23,25 @@ from lt_tiled._prepare import AppliesPolicies, Prepared
 from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.planner.engines import Engine, Zero, mesh_of, share_weights
-from lt_tiled.planner.fake import FakeLedger, fake_group, fake_offloader, fake_weights, without_memory
+from lt_tiled.planner.fake import FakeLedger, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.cut import tiles_to_run
-from lt_tiled.training_step.step import stepped_on, training_loss
+from lt_tiled.training_step.step import shape_of, stepped_on, training_loss
 
-STATE = ("weights", "gradients", "optimizer", "gathered", "communication")
-"""Parts of any sequence length, apart from what ranks that share a sequence exchange."""
-PARTS = (*STATE, "block inputs", "attention", "MLP", "loss", "rest")
+PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "gathered",
+    "communication",
+    "block inputs",
+    "attention",
+    "MLP",
+    "loss",
+    "rest",
+)
 """What memory is used for, in display order."""
 
 
@@ -63,9 +73,15 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """The memory and the work of a step of one rank."""
+class Plan:
+    """The predicted step of one rank: its memory and its work."""
 
+    name: str
+    """The class of the module."""
+    sequences: int
+    """The batch size of a rank, or of the ranks that share a sequence."""
+    tokens: int
+    settings: Settings
     peak: int
     """Bytes."""
     peak_at: int
@@ -73,12 +89,12 @@ class Simulation:
     phases: dict[str, int]
     """The moment at which each phase began."""
     end: int
-    allocations: tuple[Allocation, ...]
+    allocations: list[Allocation]
     """The allocations that were alive in the step."""
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)
     """With the recompute."""
-    offloaded: OffloadStats | None = None
+    offloaded: OffloadStats = field(default_factory=OffloadStats)
     weights: int = 0
     """The number of weights of the model, on all ranks together."""
     trained: int = 0
@@ -87,39 +103,53 @@ class Simulation:
     @property
     def flops(self) -> int:
         """The FLOPs of the forward pass, the backward pass and the recompute."""
-        return self.forward.flops + self.backward.flops
+        return self.forward.total() + self.backward.total()
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes of each part at the peak, without empty parts."""
+        return self.parts_at(self.peak_at)
+
+    @property
+    def phase(self) -> str:
+        """The phase of the step in which the peak occurs."""
+        return next(name for name, start in reversed(self.phases.items()) if start <= self.peak_at)
 
     def parts_at(self, moment: int) -> dict[str, int]:
         """Return the live bytes of each part at a moment, without empty parts."""
-        sums = dict.fromkeys(PARTS, 0)
-        for a in self.allocations:
-            if a.born <= moment and (a.died is None or a.died > moment):
-                sums[a.part] += a.nbytes
-        return {part: nbytes for part, nbytes in sums.items() if nbytes}
+        found = dict[str, int]()
+        for part, row in self.over_time().items():
+            if nbytes := row[moment - self.phases["forward"]]:
+                found[part] = nbytes
+        return found
 
     def over_time(self) -> dict[str, list[int]]:
-        """Return the live bytes of each part at every moment from the forward pass on."""
+        """Return the live bytes of each part at every moment from the forward pass on, without empty parts."""
         start = self.phases["forward"]
-        changes = {part: [0] * (self.end - start + 2) for part in PARTS}
-        for a in self.allocations:
-            changes[a.part][max(a.born, start) - start] += a.nbytes
-            if a.died is not None and a.died <= self.end:
-                changes[a.part][a.died - start] -= a.nbytes
-        return {part: list(accumulate(row))[:-1] for part, row in changes.items() if any(row)}
+        rows = dict[str, list[int]]()
+        for part in PARTS:
+            changes = [0] * (self.end - start + 2)
+            for allocation in self.allocations:
+                if allocation.part == part:
+                    changes[max(allocation.born, start) - start] += allocation.nbytes
+                    if allocation.died is not None and allocation.died <= self.end:
+                        changes[allocation.died - start] -= allocation.nbytes
+            if any(changes):
+                rows[part] = list(accumulate(changes))
+        return rows
 
 
-def simulate(module: LightningModule, batch: Any, settings: Settings) -> Simulation:
+def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
     """Simulate a step after the first, when optimizer state and the last step's gradients exist.
 
-    Args:
-        module: A module on the meta device, with a Trainer.
-        batch: A batch on the meta device.
-        settings: The settings of the step.
+    The module, which has a Trainer, and the batch are on the meta device.
     """
-    trainer, module = module.trainer, copy.deepcopy(module)  # it gets fake weights, and FSDP's hooks
+    trainer = module.trainer
+    module = copy.deepcopy(module)  # it gets fake weights, and FSDP's hooks
     module.trainer = trainer
     trainer.strategy.connect(module)
-    engine, phases = settings.engine, dict[str, int]()
+    engine = settings.engine
+    phases = dict[str, int]()
     with quiet(), mesh_of(engine) as mesh, without_memory(module) as ledger, ExitStack() as stack:
         # What exists before the step.
         fake_weights(module, torch.float32 if engine.mixed else None)
@@ -133,50 +163,64 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Simulat
         if not engine.offload_optimizer:
             _run_first_step(optimizer, ledger)
         zero.stepped()
-        stack.enter_context(first_two_tiles(ledger))
 
         def begin(phase: str) -> None:
             phases[phase] = ledger.clock + 1
             ledger.begin(phase)
             zero.begin(phase)
 
+        # The step.
+        stack.enter_context(first_two_tiles(ledger))
         ledger.restart_peak()
-        start, ledger.work = ledger.clock, Work()
+        ledger.work = Work()
+        before = ledger.clock
         begin("forward")
         fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
         with torch.autocast("cpu", settings.autocast, enabled=settings.autocast is not None):
             loss = training_loss(module.training_step, module, fake)
-        forward, ledger.work = ledger.work, Work()
+        forward = ledger.work.copy()
         if settings.accumulate == 1:
             optimizer.zero_grad()  # at the same place as Lightning
         begin("backward")
         loss.backward()
         del loss
         _name_gradients(optimizer, ledger)
-        backward = ledger.work
+        backward = ledger.work - forward
         begin("optimizer")
         if not engine.offload_optimizer:
             optimizer.step()
         zero.stepped()
-        moved = prepared.report().offloaded
-        moments = (ledger.peak, ledger.peak_at, phases, ledger.clock)
-        alive = tuple([a for a in ledger.allocations if a.died is None or a.died > start])
-        return Simulation(*moments, alive, forward, backward, moved, weights, trained)
+        return Plan(
+            type(module).__name__,
+            *shape_of(batch),
+            settings,
+            ledger.peak,
+            ledger.peak_at,
+            phases,
+            ledger.clock,
+            [a for a in ledger.allocations if a.died is None or a.died > before],
+            forward,
+            backward,
+            prepared.report().offloaded or OffloadStats(),
+            weights,
+            trained,
+        )
 
 
 def _optimizer_of(module: LightningModule, gpu: bool) -> torch.optim.Optimizer:
     optimizers, _ = _init_optimizers_and_lr_schedulers(module)
     if len(optimizers) != 1:
         raise SimulationError(f"{type(module).__name__} has {len(optimizers)} optimizers: a plan needs one.")
-    for group in optimizers[0].param_groups if gpu else ():
-        if group.get("foreach", True) is None:  # then a GPU updates all weights at once
+    for group in optimizers[0].param_groups:
+        if gpu and group.get("foreach", True) is None:  # then a GPU updates all weights at once
             group["foreach"] = True
     return optimizers[0]
 
 
 def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
     """Apply the policies, without the self-checks, which need values."""
-    tiling, shared, stage = settings.tiling, settings.sequence_parallel, settings.engine.stage
+    tiling = settings.tiling
+    shared = settings.sequence_parallel
     policies = AppliesPolicies()
     policies.set_policies(
         tiling and replace(tiling, self_check=False, compile=False),
@@ -184,10 +228,13 @@ def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
         sequence_parallel=shared and replace(shared, self_check=False),
     )
     policies.loss = settings.loss
-    if settings.sharing > 1:
-        policies.sequence_group = fake_group(settings.sharing)
+    if shared:
+        # What is read of a process group, seen from its first rank, which has the most tokens and heads. The fake
+        # implementations of the exchanges communicate nothing.
+        group: Any = SimpleNamespace(group_name="simulated", size=lambda: shared.size, rank=lambda: 0)
+        policies.sequence_group = group
     build = partial(fake_offloader, partial(ledger.name, part="block inputs"))
-    return Prepared(model, policies, EngineNeeds(zeros_for_unused=stage > 0), build)
+    return Prepared(model, policies, EngineNeeds(zeros_for_unused=settings.engine.stage > 0), build)
 
 
 @contextmanager
@@ -201,13 +248,12 @@ def first_two_tiles(ledger: Ledger) -> Iterator[None]:
         works = dict[str, list[Work]]()
         for row in rows:
             alike = works.setdefault(str([_length(leaf) for leaf in tree_leaves(row)]), [])
-            if len(alike) == 2:
+            if len(alike) < 2:
+                before = ledger.work.copy()
+                yield row
+                alike.append(ledger.work - before)
+            else:
                 ledger.work += alike[1]
-                continue
-            before, ledger.work = ledger.work, Work()
-            yield row
-            alike.append(ledger.work)
-            ledger.work += before
 
     token = tiles_to_run.set(run)
     try:
@@ -231,7 +277,7 @@ def _run_first_step(optimizer: torch.optim.Optimizer, ledger: FakeLedger) -> Non
             weight.backward(torch.empty_like(weight))
     optimizer.step()
     _name_gradients(optimizer, ledger)
-    ledger.name([*optimizer.state.values()], "optimizer")
+    ledger.name(list(optimizer.state.values()), "optimizer")
 
 
 def _name_gradients(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:

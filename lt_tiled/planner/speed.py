@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.planner.ledger import Work
-from lt_tiled.planner.simulate import Settings, Simulation
+from lt_tiled.planner.simulate import Plan
 
 PRODUCTS = 0.40
 """The share of the peak in matrix products, with the norms and activations between them."""
@@ -63,41 +62,56 @@ class Speed:
     optimizer: float
     seconds: float
     bound: str
+    tokens_per_second: float
+    """Those of all ranks."""
 
 
-def predict(run: Simulation, settings: Settings, machine: Machine) -> Speed:
+def predict(plan: Plan, machine: Machine) -> Speed:
     """Return the speed of a simulated step: see NOTE [Predicted time]."""
-    engine, each = settings.engine, settings.dtype.itemsize
-    away = 1 - 1 / engine.ranks  # the share of a collective that leaves the rank
-    weights, trained = run.weights * each, run.trained * each
-    gathered = weights * away if engine.name in ("fsdp", "fsdp2", "zero3") else 0.0
-    reduced = trained * away * (2 if engine.name == "ddp" else 1)
-    loaded = weights / engine.ranks if engine.offload_weights else 0.0
-    moved = run.offloaded or OffloadStats()
+    settings = plan.settings
+    engine = settings.engine
+    # What engines exchange: the share of a collective that leaves the rank.
+    away = 1 - 1 / engine.ranks
+    weights = plan.weights * settings.dtype.itemsize
+    trained = plan.trained * settings.dtype.itemsize
+    gathered = 0.0
+    if engine.name in ("fsdp", "fsdp2", "zero3"):
+        gathered = weights * away
+    reduced = trained * away
+    if engine.name == "ddp":
+        reduced *= 2
+    # What passes PCIe in each pass.
+    disk = plan.offloaded.disk_bytes
+    moved = plan.offloaded.cpu_bytes + disk
+    if engine.offload_weights:
+        moved += weights // engine.ranks
 
     def needs(work: Work, exchanged: float) -> dict[str, float]:
         """Return the seconds for which a pass needs each resource."""
         return {
-            "compute": (work.products / PRODUCTS + work.attention / ATTENTION) / machine.tflops / 1e12,
-            "PCIe": (moved.cpu_bytes + moved.disk_bytes + loaded) / machine.pcie / 1e9,
-            "NVMe": moved.disk_bytes / machine.nvme / 1e9,
+            "compute": (work["products"] / PRODUCTS + work["attention"] / ATTENTION) / machine.tflops / 1e12,
+            "PCIe": moved / machine.pcie / 1e9,
+            "NVMe": disk / machine.nvme / 1e9,
             "network": exchanged / machine.network / 1e9,
         }
 
-    forward, backward = needs(run.forward, gathered), needs(run.backward, gathered + reduced)
+    forward = needs(plan.forward, gathered)
+    backward = needs(plan.backward, gathered + reduced)
     if engine.offload_optimizer:
-        update = run.trained / engine.ranks / CPU_ADAM
+        update = plan.trained / engine.ranks / CPU_ADAM
     else:
         # The optimizer reads and writes its state and the weights, and reads the gradients.
-        parts = run.parts_at(run.phases["optimizer"])
+        parts = plan.parts_at(plan.phases["optimizer"])
         state = parts.get("weights", 0) + parts.get("optimizer", 0)
         update = (2 * state + parts.get("gradients", 0)) / machine.memory / 1e9
     if engine.name in ("zero1", "zero2"):  # these gather the updated weights
         update = max(update, trained * away / machine.network / 1e9)
+    # The slowest of all is the bound.
     longest = max(forward, backward, key=lambda resources: max(resources.values()))
     bound = max(longest, key=lambda name: longest[name])
     if update > settings.accumulate * max(longest.values()):
         bound = "the optimizer"
-    passes = max(forward.values()) + max(backward.values())
-    seconds = settings.accumulate * passes + update
-    return Speed(max(forward.values()), max(backward.values()), update, seconds, bound)
+    seconds = settings.accumulate * (max(forward.values()) + max(backward.values())) + update
+    groups = engine.ranks / settings.sharing
+    tokens = plan.tokens * plan.sequences * settings.accumulate * groups
+    return Speed(max(forward.values()), max(backward.values()), update, seconds, bound, tokens / seconds)

@@ -35,8 +35,12 @@ _TILES = 5
 _ENGINE = ("strategy", "accelerator", "devices", "num_nodes", "precision", "plugins", "sync_batchnorm")
 """The arguments of a Trainer that make its engine."""
 _NO_STEPS: dict[str, Any] = {
-    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-    **dict.fromkeys(("max_steps", "limit_val_batches", "num_sanity_val_steps"), 0),
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_steps": 0,
+    "limit_val_batches": 0,
 }
 """The arguments of a Trainer that runs no step by itself."""
 _AUTOCAST = {"bf16-mixed": {torch.bfloat16}, "16-mixed": {torch.float16}}
@@ -70,9 +74,11 @@ def verify(
     Raises:
         ValueError: If the step cannot run.
     """
-    module = model if isinstance(model, LightningModule) and step is None else ModuleWithStep(model, step)
+    module: Any = model
+    if step is not None or not isinstance(model, LightningModule):
+        module = ModuleWithStep(model, step)
     device = next((weight.device.type for weight in model.parameters()), "auto")
-    arguments = {"accelerator": device, **trainer, "strategy": strategy}
+    arguments = {"accelerator": device} | trainer | {"strategy": strategy}
     return Comparison(module, batch, None, reference).run(arguments)
 
 
@@ -83,7 +89,7 @@ def run_verify(
     seq: int = 256,
     reference: bool = True,
 ) -> Verification:
-    """Compare a training step of a configuration without and with lt_tiled: loss, gradients, FLOPs and memory.
+    """Compare a training step of a configuration without and with lt_tiled: the loss and all gradients.
 
     Args:
         trainer: The arguments of the Trainer, with their objects.
@@ -94,9 +100,6 @@ def run_verify(
             sharding. Turn it off for a model that does not fit; bounds are then estimated.
     """
     check_count("seq", seq)
-    for holder in (datamodule, model):
-        if getattr(holder, "seq_len", 0) > seq:
-            holder.seq_len = seq  # type: ignore[union-attr]
     result = Comparison(model, None, seq, reference).run(trainer, datamodule)
     rank_zero_only(print)(result)
     return result
@@ -109,21 +112,28 @@ class Comparison(Callback):
     optimizer: GradientsAsWeights
 
     def __init__(self, module: LightningModule, batch: Any, seq: int | None, reference: bool) -> None:
-        self.module, self.batch, self.seq, self.reference = module, batch, seq, reference
-        self.name = type(unwrapped(module.model if isinstance(module, ModuleWithStep) else module)).__name__
+        self.module = module
+        self.name = type(unwrapped(module)).__name__
+        if isinstance(module, ModuleWithStep):
+            self.name = type(unwrapped(module.model)).__name__
+        self.batch = batch
+        self.seq = seq
+        self.reference = reference
         self.weights: dict[str, Tensor] = {}
+        """Those that the reference starts with."""
         self.untiled: Measured | None = None
         self.result: Verification | None = None
 
     def run(self, trainer: Mapping[str, Any], data: LightningDataModule | None = None) -> Verification:
         """Fit two copies of the module on the engine of a Trainer, and return what differs."""
+        # The engine and the policies are the user's, and nothing else.
+        arguments: dict[str, Any] = {name: trainer[name] for name in _ENGINE if name in trainer}
         callbacks = trainer.get("callbacks") or []
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        if not isinstance(callbacks, list):
+            callbacks = [callbacks]
         policies: list[Any] = [callback for callback in callbacks if isinstance(callback, AppliesPolicies)]
-        engine = {name: trainer[name] for name in _ENGINE if name in trainer}
-        self.trainer = Trainer(**engine, **_NO_STEPS, callbacks=[*policies, self])
-        strategy = self.trainer.strategy
-        step_with_own_optimizer(strategy)
+        self.trainer = Trainer(**arguments, **_NO_STEPS, callbacks=[*policies, self])
+        step_with_own_optimizer(self.trainer.strategy)
 
         def configure_optimizers() -> GradientsAsWeights:
             self.optimizer = GradientsAsWeights(self.trainer.model)
@@ -132,7 +142,7 @@ class Comparison(Callback):
         loader = None if self.batch is None else range(1)  # never read: all steps run when the fit starts
         for _ in ("untiled", "tiled"):
             # Both start from the same random states, which are those of all ranks, because these shuffle alike.
-            with isolate_rng(), random_state_kept(strategy.root_device):
+            with isolate_rng(), random_state_kept(self.trainer.strategy.root_device):
                 torch.manual_seed(1)
                 trained = copy.deepcopy(self.module)
                 trained.configure_optimizers = configure_optimizers  # type: ignore[method-assign]
@@ -157,39 +167,37 @@ class Comparison(Callback):
                 self.untiled = self._run_step(pl_module)
         else:
             force_tiles(patches)
-            self._compare(self.untiled, self._run_step(pl_module), pl_module)
+            tiled = self._run_step(pl_module)
+            self._compare(self.untiled, tiled, pl_module)
 
     def _read_batch(self, trained: LightningModule) -> None:
         """Move this rank's batch to its device."""
-        strategy, batch = self.trainer.strategy, self.batch
-        if batch is None:
+        strategy = self.trainer.strategy
+        if self.batch is None:
             place = getattr(strategy, "distributed_sampler_kwargs", None) or {}
-            batch = first_batch(trained, self.trainer.datamodule, place.get("rank", 0))
-        if self.seq is not None and shape_of(batch)[1] > self.seq:
-            batch = with_length(batch, self.seq)
-        self.batch = strategy.batch_to_device(batch)
+            self.batch = first_batch(trained, self.trainer.datamodule, place.get("rank", 0))
+        if self.seq is not None and shape_of(self.batch)[1] > self.seq:
+            self.batch = with_length(self.batch, self.seq)
+        self.batch = strategy.batch_to_device(self.batch)
 
     def _run_step(self, trained: LightningModule) -> Measured:
         """Run a step on the engine."""
-        strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
-        loss = torch.tensor(0.0)
+        strategy = self.trainer.strategy
+        optimizer = self.trainer.optimizers[0]
+        losses = list[Tensor]()
 
         def step() -> Tensor:
-            nonlocal loss
-            loss = run_step(strategy, trained, copy.deepcopy(self.batch), optimizer)  # steps may change their batch
-            return loss
+            losses.append(run_step(strategy, trained, copy.deepcopy(self.batch), optimizer))  # it may change its batch
+            return losses[-1]
 
         # A gradient scaler leaves out steps until its scale fits.
-        for _ in range(40):
-            if not self.optimizer.stepped:
-                strategy.optimizer_step(optimizer, step)
-        if not self.optimizer.stepped:
-            raise ValueError(f"precision={self.trainer.precision} finds no finite gradients: try 32-true.")
+        while not self.optimizer.stepped:
+            if len(losses) == 40:
+                raise ValueError(f"precision={self.trainer.precision} finds no finite gradients: try 32-true.")
+            strategy.optimizer_step(optimizer, step)
         gradients = full_weights(self.trainer.model, trained, trained=True)
-        buffers = dict[str, Tensor]()
-        for name, buffer in trained.named_buffers():
-            buffers[plain_name(name)] = buffer.detach().cpu().clone()
-        return Measured(float(self._mean(loss)), gradients, buffers)
+        buffers = {plain_name(name): buffer.detach().cpu().clone() for name, buffer in trained.named_buffers()}
+        return Measured(float(self._mean(losses[-1])), gradients, buffers)
 
     def _run_reference(self, dtype: torch.dtype) -> Measured:
         """Run the step of a plain copy of the module in higher precision."""
@@ -201,7 +209,7 @@ class Comparison(Callback):
             for name, weight in plain.named_parameters():
                 weight.data.copy_(self.weights[plain_name(name)])
             make_comparable(plain.to(self.trainer.strategy.root_device, dtype))
-            batch = apply_to_collection(self.batch, Tensor, lambda t: t.to(dtype if t.is_floating_point() else t.dtype))
+            batch = apply_to_collection(self.batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
             torch.set_default_dtype(dtype)
             with turned_off(plain):
                 loss = training_loss(plain.training_step, plain, copy.deepcopy(batch))
@@ -224,25 +232,33 @@ class Comparison(Callback):
 
     def _compare(self, untiled: Measured, tiled: Measured, trained: LightningModule) -> None:
         """Set the result of the first rank on all ranks."""
+        strategy = self.trainer.strategy
+        precision = str(self.trainer.precision)
+        # What the errors are relative to.
         dtypes = {weight.dtype for weight in trained.parameters() if weight.dtype.is_floating_point}
-        higher = torch.float64 if dtypes & {torch.float32, torch.float64} else torch.float32
-        reference = self._run_reference(higher) if self.reference else None
-        # The precision of the run. Convolutions are in TF32 by default on a GPU.
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes | _AUTOCAST.get(str(self.trainer.precision), set()))
+        has_32_bits = bool(dtypes & {torch.float32, torch.float64})
+        reference = None
+        base = "the untiled step"
+        if self.reference:
+            higher = torch.float64 if has_32_bits else torch.float32
+            reference = self._run_reference(higher)
+            base = f"a step in {str(higher).removeprefix('torch.')}"
+        # The least precision of weights, autocast and products. On a GPU convolutions are in TF32 by default.
+        dtypes |= _AUTOCAST.get(precision, set())
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         convolves = any(isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) for part in trained.modules())
-        on_gpu = self.trainer.strategy.root_device.type == "cuda"
-        if torch.float32 in dtypes and (rounds_products() or (convolves and on_gpu)):
+        if has_32_bits and (rounds_products() or (convolves and strategy.root_device.type == "cuda")):
             eps = max(eps, 2.0**-10)
-        report, precision = Report.of(trained), self.trainer.precision
+        report = Report.of(trained)
         result = Verification(
-            title=f"{self.name}, {shape_of(self.batch)[1]} tokens, {precision}, {type(self.trainer.strategy).__name__}",
-            reference="the untiled step" if reference is None else f"a step in {str(higher).removeprefix('torch.')}",
+            title=f"{self.name}, {shape_of(self.batch)[1]} tokens, {precision}, {type(strategy).__name__}",
+            reference=base,
             losses=(untiled.loss, tiled.loss),
             norms=(untiled.norm, tiled.norm),
             rows=compare(untiled, tiled, reference, eps),
             tiles={row.path: row.tiles for row in (*report.tiled, *report.losses)},
         )
-        self.result = self.trainer.strategy.broadcast(result)
+        self.result = strategy.broadcast(result)
 
 
 def force_tiles(patches: list[Patch]) -> None:

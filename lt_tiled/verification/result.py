@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -31,6 +30,11 @@ class Row:
         """Whether the error of the tiled step is allowed; one that is not a number is not."""
         return self.tiled <= self.allowed
 
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """What is larger for the worse of two rows."""
+        return not self.passed, self.tiled / self.allowed
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -50,7 +54,7 @@ class Verification:
     @property
     def worst(self) -> Row:
         """The row whose error is the largest relative to what is allowed."""
-        return _worst(self.rows)
+        return max(self.rows, key=lambda row: row.rank)
 
     @property
     def not_tiled(self) -> list[str]:
@@ -72,14 +76,14 @@ class Verification:
                 f"fail: {row.path}, {figures}: turn off tiling, checkpointing, loss one by one to find the cause; if"
                 " the error without lt_tiled is as large, verify in 64-true, or with reference=False"
             )
+        note = ""
         if not self.tiles:
             note = "; no MLP and no loss is tiled, so only the rest, such as activation checkpointing, is verified"
         elif len(self.not_tiled) == len(self.tiles):
             return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
-        else:
+        elif self.not_tiled:
             alike = Counter(map(pattern, self.not_tiled))
-            names = ", ".join([f"{count} x {path}" for path, count in alike.items()])
-            note = f"; not tiled, so not verified: {names}" if names else ""
+            note = "; not tiled, so not verified: " + ", ".join(f"{count} x {path}" for path, count in alike.items())
         return f"pass: the largest {figures}, in {row.path}{note}"
 
     def __str__(self) -> str:
@@ -91,12 +95,9 @@ class Verification:
         for row in self.rows:
             name = f"error of {row.path}"
             lines.append(f"{name:{width}} {row.untiled:>17.1e} {row.tiled:>14.1e} {row.allowed:>9.1e}")
-        note = f"error: the difference from {self.reference}, relative to its norm"
-        return "\n".join([*lines, note, self.verdict])
-
-
-def _worst(rows: Iterable[Row]) -> Row:
-    return max(rows, key=lambda row: (not row.passed, row.tiled / row.allowed))
+        lines.append(f"error: the difference from {self.reference}, relative to its norm")
+        lines.append(self.verdict)
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,15 @@ class Measured:
     @property
     def norm(self) -> float:
         """The norm of all gradients."""
-        return _norm(self.gradients.values())
+        return math.hypot(*map(_norm, self.gradients.values()))
+
+    def errors(self, base: Measured) -> dict[str, float]:
+        """Return the errors of the gradients and the loss; small ones count as a thousandth of all gradients."""
+        least = 1e-3 * base.norm
+        found = dict[str, float]()
+        for name, gradient in base.gradients.items():
+            found[name] = _error(self.gradients[name], gradient, least)
+        return found | {"loss": abs(self.loss - base.loss) / max(abs(base.loss), least)}
 
 
 def compare(untiled: Measured, tiled: Measured, reference: Measured | None, eps: float) -> tuple[Row, ...]:
@@ -122,45 +131,34 @@ def compare(untiled: Measured, tiled: Measured, reference: Measured | None, eps:
     Raises:
         ValueError: If there are no gradients to compare.
     """
-    base = untiled if reference is None else reference
+    base = reference or untiled
     if not base.norm:
         raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
-    before = _errors(untiled, base)
+    before = untiled.errors(base)
     # Models compute parts in float32 whatever their dtype is; a weight of few numbers may have no error by chance.
     usual = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
     limit = max(1e-4, 10 * eps)
     rows = list[Row]()
-    for name, error in _errors(tiled, base).items():
+    for name, error in tiled.errors(base).items():
         path = pattern(name.rpartition(".")[0] or name)
         if reference is None:
             rows.append(Row(path, math.nan, error, limit))
         else:
             rows.append(Row(path, before[name], error, min(_FACTOR * max(before[name], usual), 4 * limit)))
     for name, buffer in tiled.buffers.items():
-        true = untiled.buffers[name]
-        if not torch.equal(buffer.nan_to_num(), true.nan_to_num()):
-            rows.append(Row(pattern(name), math.nan, _error(buffer, true, 0.0), limit))
+        error = _error(buffer.nan_to_num(), untiled.buffers[name].nan_to_num(), 0.0)
+        if error > 0:
+            rows.append(Row(pattern(name), math.nan, error, limit))
     # Of modules that are alike, the worst one stands for all.
     shown = dict[str, Row]()
     for row in rows:
-        shown[row.path] = _worst([shown.get(row.path, row), row])
+        shown[row.path] = max(shown.get(row.path, row), row, key=lambda row: row.rank)
     return tuple(shown.values())
 
 
-def _errors(measured: Measured, base: Measured) -> dict[str, float]:
-    """Return the errors of the gradients and the loss, of which small ones count as a thousandth of all gradients."""
-    least = 1e-3 * base.norm
-    errors = dict[str, float]()
-    for name, gradient in base.gradients.items():
-        errors[name] = _error(measured.gradients[name], gradient, least)
-    errors["loss"] = abs(measured.loss - base.loss) / max(abs(base.loss), least)
-    return errors
-
-
 def _error(value: Tensor, true: Tensor, least: float) -> float:
-    return _norm([value.double() - true.double()]) / max(_norm([true]), least, 1e-30)
+    return _norm(value.double() - true.double()) / max(_norm(true), least, 1e-30)
 
 
-def _norm(values: Iterable[Tensor]) -> float:
-    """Return the norm of some values together."""
-    return math.hypot(*[float(value.double().norm()) for value in values])
+def _norm(value: Tensor) -> float:
+    return float(value.double().norm())

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.job import make_job
 from lt_tiled.planner.ledger import Ledger
+from lt_tiled.planner.search import plan
 from tests.lit import trainer
 
 LLAMA = {
@@ -79,8 +80,5 @@ def predicted(strategy: Any, devices: int = 1, module: type[CausalLM] = CausalLM
     """The same without a run."""
     with torch.device("meta"):
         model = module(**kwargs)
-    return (
-        make_job(model, TextFiles(seq_len=TOKENS), {"strategy": strategy(), "accelerator": "cpu", "devices": devices})
-        .simulate()
-        .peak
-    )
+    arguments = {"strategy": strategy(), "accelerator": "cpu", "devices": devices}
+    return plan(make_job(model, TextFiles(seq_len=TOKENS), arguments)).peak

@@ -12,6 +12,7 @@ from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy, Tiling
 from lt_tiled.callbacks import MemoryMonitor
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.job import make_job
+from lt_tiled.planner.search import plan
 from tests.lit import trainer
 
 
@@ -29,15 +30,10 @@ def test_four_layers_of_llama_8b(tokens: int, offload: Any) -> None:
     with torch.device("meta"):
         planned = CausalLM(LLAMA_8B.model)
     strategy = TiledSingleDeviceStrategy(**policies)
-    predicted = (
-        make_job(planned, data, {"strategy": strategy, "accelerator": "gpu", "precision": "bf16-true"}).simulate().peak
+    options: dict[str, Any] = {"accelerator": "gpu", "precision": "bf16-true"}
+    predicted = plan(make_job(planned, data, {"strategy": strategy, **options})).peak
+    run = trainer(
+        TiledSingleDeviceStrategy(**policies), max_steps=3, callbacks=[monitor], limit_val_batches=0, **options
     )
-    options: dict[str, Any] = {
-        "accelerator": "gpu",
-        "precision": "bf16-true",
-        "callbacks": [monitor],
-        "limit_val_batches": 0,
-    }
-    run = trainer(TiledSingleDeviceStrategy(**policies), max_steps=3, **options)
     run.fit(CausalLM(LLAMA_8B.model), datamodule=data)
     assert predicted == pytest.approx(monitor.peak, rel=0.05)

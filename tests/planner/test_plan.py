@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,17 +13,13 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from transformers import BatchEncoding
 
-from lt_tiled import (
-    ActivationCheckpointing,
-    TiledDeepSpeedStrategy,
-    TiledSingleDeviceStrategy,
-    Tiling,
-)
+from lt_tiled import ActivationCheckpointing, TiledDeepSpeedStrategy, TiledSingleDeviceStrategy, Tiling
 from lt_tiled.errors import DoesNotFitError, SimulationError
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner import simulate
 from lt_tiled.planner.job import Job, make_job
-from lt_tiled.planner.search import Plan, cheapest, longest, plan
+from lt_tiled.planner.search import cheapest, longest, plan
+from lt_tiled.planner.simulate import Plan, Settings
 from tests.lit import LitTiny
 from tests.models import TinyLM, lm_loss, tiny_llama
 from tests.planner.runs import LLAMA, SMALL
@@ -38,9 +35,8 @@ def job(strategy: Any = None, module: Any = None, **trainer: Any) -> Job:
     with torch.device("meta"):
         module = module() if module is not None else CausalLM(PLANNED)
     data = TextFiles(seq_len=2048) if isinstance(module, CausalLM) else None
-    return make_job(
-        module, data, {"strategy": strategy or TiledSingleDeviceStrategy(), "accelerator": "cpu", **trainer}
-    )
+    arguments = {"strategy": strategy or TiledSingleDeviceStrategy(), "accelerator": "cpu", **trainer}
+    return make_job(module, data, arguments)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +54,7 @@ def test_parts_are_the_peak(found: Plan) -> None:
     assert found.parts["weights"] == pytest.approx(weights, rel=0.01)
     assert found.parts["optimizer"] == pytest.approx(2 * weights, rel=0.01)
     assert found.phase in ("forward", "backward")
-    rows = found.simulation.over_time()
+    rows = found.over_time()
     assert max(sum(values) for values in zip(*rows.values(), strict=True)) == found.peak
     assert min(min(row) for row in rows.values()) >= 0
 
@@ -66,38 +62,27 @@ def test_parts_are_the_peak(found: Plan) -> None:
 def test_flops_are_exact() -> None:
     """Recompute adds one forward of the blocks to the FLOPs, tiles and a tiled loss nothing."""
     base = job()
-    plain, recompute, tiled = (
-        plan(base, 2048, base.settings.__class__(tiling=t, activation_checkpointing=c, loss=n)).simulation.flops
-        for t, c, n in (
-            (None, None, None),
-            (None, ActivationCheckpointing(), None),
-            (Tiling(8), ActivationCheckpointing(), 4),
-        )
-    )
+    recomputed = Settings(activation_checkpointing=ActivationCheckpointing())
+    plain = plan(base, 2048, Settings()).flops
+    recompute = plan(base, 2048, recomputed).flops
     head = 3 * 2 * 2048 * LLAMA["hidden_size"] * LLAMA["vocab_size"]
     layers = PLANNED["num_hidden_layers"]
     last = layers * 2 * 2048 * LLAMA["intermediate_size"] * LLAMA["hidden_size"]  # whose value no backward needs
     attention = layers * 4 * 2048 * 2048 * LLAMA["hidden_size"] // 2
     forward = (plain - head - attention * 7 // 2) // 3
     assert recompute - plain == forward + attention - last
-    assert tiled == recompute
+    assert plan(base, 2048, replace(recomputed, tiling=Tiling(8), loss=4)).flops == recompute
 
 
-@pytest.mark.table("config0-8190")
-@pytest.mark.parametrize(("config", "tokens"), [(LLAMA, 8190), (LLAMA, 8291)])
-def test_two_tiles_stand_for_all(config: dict[str, Any], tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [8190, pytest.param(8291, marks=pytest.mark.full)])
+def test_two_tiles_stand_for_all(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulation that runs two tiles of each size has the parts, the peak and the FLOPs of one that runs all."""
-    base = job(TiledSingleDeviceStrategy(tiling=Tiling(7)), lambda: CausalLM({**config, "num_hidden_layers": 1}))
-
-    def figures() -> Any:
-        run = plan(base, tokens).simulation
-        return run.parts_at(run.peak_at), run.peak, run.forward.flops, run.flops, len(run.allocations)
-
-    *two, few = figures()
+    base = job(TiledSingleDeviceStrategy(tiling=Tiling(7)), lambda: CausalLM({**LLAMA, "num_hidden_layers": 1}))
+    two = plan(base, tokens)
     monkeypatch.setattr(simulate, "first_two_tiles", lambda ledger: nullcontext())
-    *every, many = figures()
-    assert two == every
-    assert few < many
+    every = plan(base, tokens)
+    assert (two.parts, two.peak, two.forward, two.backward) == (every.parts, every.peak, every.forward, every.backward)
+    assert len(two.allocations) < len(every.allocations)
 
 
 LENGTHS: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -130,19 +115,14 @@ def test_cheapest() -> None:
     are none.
     """
     base, tokens = job(), 8192
-    needed = [
-        plan(base, tokens, base.settings.__class__(tiling=t, activation_checkpointing=c)).peak
-        for t, c in ((None, None), (None, ActivationCheckpointing()))
-    ]
-    lavish, tight = (cheapest(base, memory, tokens) for memory in (needed[0], needed[1] * 3 // 4))
-    assert (lavish.settings.tiling, lavish.settings.activation_checkpointing) == (None, None)
+    lavish = cheapest(base, plan(base, tokens, Settings()).peak, tokens).settings
+    assert (lavish.tiling, lavish.activation_checkpointing) == (None, None)
+    memory = plan(base, tokens, Settings(activation_checkpointing=ActivationCheckpointing())).peak * 3 // 4
+    tight = cheapest(base, memory, tokens)
     assert tight.settings.tiling is not None
     assert tight.settings.activation_checkpointing == ActivationCheckpointing(keep="attention")
-    assert tight.peak <= needed[1] * 3 // 4
-    with pytest.raises(
-        DoesNotFitError,
-        match=r"8192 tokens do not fit into 1.0 MiB with any settings: the least is .*Give more devices",
-    ):
+    assert tight.peak <= memory
+    with pytest.raises(DoesNotFitError, match=r"8192 tokens do not fit into 1.0 MiB with any .*Give more devices"):
         cheapest(base, MIB, tokens)
 
 
@@ -151,9 +131,7 @@ class Peeking(LitTiny):
 
     def configure_model(self) -> None:
         super().configure_model()
-        self.net.blocks[1].register_forward_hook(
-            lambda module, args, output: output if float(output.detach().sum()) > 0 else output * 2
-        )
+        self.net.blocks[1].register_forward_hook(lambda _, args, out: out if float(out.detach().sum()) > 0 else out * 2)
 
 
 class Vectors(LitTiny):
@@ -189,13 +167,7 @@ def test_what_cannot_be_simulated(module: Any, message: str) -> None:
     lengthened; one without a single loss and optimizer is refused by name.
     """
     with pytest.raises((SimulationError, ValueError), match=message):
-        job(module=module).simulate(64)
-
-
-def test_an_unknown_precision() -> None:
-    """A precision that is not known is refused with those that are."""
-    with pytest.raises(ValueError, match="precision='transformer-engine' cannot be planned: set it to one of 32"):
-        job(precision="transformer-engine")
+        plan(job(module=module), 64)
 
 
 @pytest.mark.parametrize(
@@ -203,31 +175,25 @@ def test_an_unknown_precision() -> None:
     [("bf16-true", 2, None), ("16-mixed", 4, torch.float16), (None, 4, None)],
 )
 def test_precision(precision: str | None, weights: int, autocast: torch.dtype | None) -> None:
-    """Weights have the dtype of the precision, and mixed precision runs under autocast."""
+    """Weights have the dtype of the precision, and mixed precision runs under autocast; another one is refused."""
     base = job(precision=precision)
     numbers = sum(p.numel() for p in base.module.parameters())
-    found = plan(base)
     assert base.settings.autocast == autocast
-    assert found.parts["weights"] == pytest.approx(weights * numbers, rel=0.01)
+    assert plan(base).parts["weights"] == pytest.approx(weights * numbers, rel=0.01)
+    with pytest.raises(ValueError, match="precision='transformer-engine' cannot be planned: set it to one of 32"):
+        job(precision="transformer-engine")
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_offloaded_optimizer_steps_on_the_cpu(stage: int) -> None:
     """With ``offload_optimizer``, neither optimizer state nor the optimizer's step take device memory."""
-    run = plan(job(TiledDeepSpeedStrategy(stage=stage, offload_optimizer=True), accelerator="gpu")).simulation
+    run = plan(job(TiledDeepSpeedStrategy(stage=stage, offload_optimizer=True), accelerator="gpu"))
     rows = run.over_time()
     assert "optimizer" not in rows
     before = run.phases["optimizer"] - run.phases["forward"] - 1  # the last moment of the backward pass
     assert "gradients" not in rows or max(rows["gradients"][before:]) == 0
     totals = [sum(values) for values in zip(*rows.values(), strict=True)]
     assert totals[before:] == sorted(totals[before:], reverse=True)
-
-
-def test_a_plan_leaves_the_module_as_it_was() -> None:
-    """The same job gives the same peak again."""
-    base = job(module=LitTiny)
-    assert base.simulate().peak == base.simulate().peak
-    assert all(p.is_meta for p in base.module.parameters())
 
 
 class Plain(pl.LightningModule):
@@ -258,17 +224,17 @@ class Plain(pl.LightningModule):
 
 
 def test_what_people_write() -> None:
-    """A module and data of the user's own are planned at their own length and at others."""
+    """A module and data of the user's own are planned at their own length and at others, and stay as they were."""
     base = job(module=Plain)
-    assert base.tokens == 24
-    assert base.simulate(128).peak > base.simulate().peak
+    first = plan(base)
+    assert first.tokens == 24
+    assert plan(base, 128).peak > first.peak == plan(base).peak
+    assert all(p.is_meta for p in base.module.parameters())
 
 
 @pytest.mark.parametrize(("devices", "ranks"), [("0,1", 2), ([0, 1, 2], 3), ("4", 4), ("auto", 1)])
 def test_devices(devices: Any, ranks: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Ranks are counted however the Trainer takes devices; what is not known is one, which is said where an engine
-    shards.
-    """
+    """Ranks are counted however the Trainer takes devices; what is not known is one, which is said."""
     with caplog.at_level("WARNING", "lt_tiled"):
         assert job(TiledDeepSpeedStrategy(stage=3), devices=devices).settings.engine.ranks == ranks
     assert ("say how many with --devices" in caplog.text) == (devices == "auto")
@@ -279,6 +245,5 @@ def test_devices(devices: Any, ranks: int, caplog: pytest.LogCaptureFixture) -> 
 def test_mixed_precision_of_sharding_engines(strategy: Any) -> None:
     """DeepSpeed's and FSDP's own mixed precision gathers 16-bit weights, and steps on float32 ones."""
     mixed, true = (plan(job(strategy, devices=2, precision=p)) for p in ("bf16-mixed", "32-true"))
-    held = [max(p.simulation.over_time()["gathered"]) for p in (mixed, true)]
-    assert held[0] == pytest.approx(held[1] / 2, rel=0.05)
+    assert max(mixed.over_time()["gathered"]) == pytest.approx(max(true.over_time()["gathered"]) / 2, rel=0.05)
     assert mixed.parts["optimizer"] == pytest.approx(true.parts["optimizer"], rel=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,9 @@ from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.planner.engines import Engine
 from lt_tiled.planner.job import make_job
-from lt_tiled.planner.ledger import Allocation, Work
-from lt_tiled.planner.search import Plan, plan
-from lt_tiled.planner.simulate import Settings, Simulation
+from lt_tiled.planner.ledger import Allocation
+from lt_tiled.planner.search import plan
+from lt_tiled.planner.simulate import Plan, Settings
 from lt_tiled.planner.speed import ATTENTION, CPU_ADAM, MACHINES, PRODUCTS, Machine, predict
 from tests.planner.runs import LLAMA
 
@@ -26,40 +27,41 @@ ROUND = Machine(tflops=1e-3, memory=100.0, pcie=10.0, nvme=1.0, network=50.0)
 """A GPU of 1 GFLOP/s."""
 
 
-def run(**changes: Any) -> Simulation:
+def run(settings: Settings, **changes: Any) -> Plan:
     """A step of one GFLOP of products and attention in the forward pass, and of twice as much in the backward pass."""
-    state = (Allocation(10**11, "optimizer", 0), Allocation(10**10, "gradients", 0))
-    base = Simulation(0, 0, {"forward": 1, "backward": 2, "optimizer": 3}, 4, state)
-    work = Work(products=10**9, attention=10**9)
-    return replace(base, **{"forward": work, "backward": work + work, **changes})
+    state = [Allocation(10**11, "optimizer", 0), Allocation(10**10, "gradients", 0)]
+    work = Counter(products=10**9, attention=10**9)
+    base = Plan("", 3, 1024, settings, 0, 0, {"forward": 1, "backward": 2, "optimizer": 3}, 4, state, work, work + work)
+    return replace(base, **changes)
 
 
 def test_seconds_are_exact() -> None:
     """Each phase takes its FLOPs at the share of the peak of their kind, and an update of weights the bandwidth of
     its state.
     """
-    speed = predict(run(), Settings(), ROUND)
+    speed = predict(run(Settings()), ROUND)
     forward = 1 / PRODUCTS + 1 / ATTENTION
     assert speed.forward == pytest.approx(forward, rel=1e-12)
     assert speed.optimizer == pytest.approx((2 * 100 + 10) / 100, rel=1e-12)
     assert speed.seconds == pytest.approx(3 * forward + 2.1, rel=1e-12)
-    twice = predict(run(), Settings(accumulate=2), ROUND)
+    twice = predict(run(Settings(accumulate=2)), ROUND)
     assert twice.seconds == pytest.approx(6 * forward + 2.1, rel=1e-12)
-    assert Plan("", 1024, Settings(accumulate=2), run(), sequences=3).tokens_per_second(ROUND) == pytest.approx(
-        2 * 3 * 1024 / twice.seconds, rel=1e-12
-    )
+    assert twice.tokens_per_second == pytest.approx(2 * 3 * 1024 / twice.seconds, rel=1e-12)
 
 
-def test_the_slowest_bounds_a_phase() -> None:
-    """Offloaded bytes pass PCIe, those for the disk NVMe as well, and overlap with the computation."""
-    for cpu, disk, bound, seconds in (
+@pytest.mark.parametrize(
+    ("cpu", "disk", "bound", "seconds"),
+    [
         (10**9, 0, "compute", 1 / PRODUCTS + 1 / ATTENTION),
         (10**12, 0, "PCIe", 100.0),
         (10**12, 10**12, "NVMe", 1000.0),
-    ):
-        speed = predict(run(offloaded=OffloadStats(cpu_bytes=cpu, disk_bytes=disk)), Settings(), ROUND)
-        assert speed.bound == bound
-        assert speed.forward == pytest.approx(seconds, rel=1e-12)
+    ],
+)
+def test_the_slowest_bounds_a_phase(cpu: int, disk: int, bound: str, seconds: float) -> None:
+    """Offloaded bytes pass PCIe, those for the disk NVMe as well, and overlap with the computation."""
+    speed = predict(run(Settings(), offloaded=OffloadStats(cpu_bytes=cpu, disk_bytes=disk)), ROUND)
+    assert speed.bound == bound
+    assert speed.forward == pytest.approx(seconds, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,7 @@ def test_bytes_of_engines(name: Any, gigabytes: tuple[int, ...]) -> None:
     weights gather them in each pass.
     """
     base = Settings(engine=Engine(name, 4), dtype=torch.bfloat16)
-    speed = predict(run(weights=10**12, trained=10**12), base, ROUND)
+    speed = predict(run(base, weights=10**12, trained=10**12), ROUND)
     computed = 1 / PRODUCTS + 1 / ATTENTION
     seconds = [count * 2000 * 3 / 4 / 50 for count in gigabytes]
     least = (computed, 2 * computed, 2.1)
@@ -81,7 +83,8 @@ def test_bytes_of_engines(name: Any, gigabytes: tuple[int, ...]) -> None:
 def test_offloaded_state() -> None:
     """An optimizer in CPU memory updates the weights of its rank there, and weights in CPU memory pass PCIe twice."""
     engine = Engine("zero3", 4, offload_optimizer=True, offload_weights=True)
-    speed = predict(run(weights=10**12, trained=10**12), Settings(engine=engine, dtype=torch.bfloat16), ROUND)
+    settings = Settings(engine=engine, dtype=torch.bfloat16)
+    speed = predict(run(settings, weights=10**12, trained=10**12), ROUND)
     assert speed.optimizer == pytest.approx(10**12 / 4 / CPU_ADAM)
     assert speed.bound == "the optimizer"
     assert (speed.forward, speed.backward) == pytest.approx((50.0, 60.0))  # PCIe, and then the network
@@ -95,13 +98,12 @@ def test_work_is_counted_by_kind() -> None:
     with torch.device("meta"):
         module = CausalLM({**LLAMA, "num_hidden_layers": layers})
     base = make_job(module, TextFiles(seq_len=tokens), {"strategy": "tiled_ddp", "accelerator": "cpu", "devices": 2})
-    alone = plan(base, tokens, replace(base.settings, activation_checkpointing=None)).simulation
+    settings = replace(base.settings, activation_checkpointing=None)
+    alone = plan(base, tokens, settings)
     attention = layers * 4 * tokens * tokens * width // 2
-    assert (alone.forward.attention, alone.backward.attention) == (attention, attention * 5 // 2)
-    shared = plan(
-        base, tokens, replace(base.settings, activation_checkpointing=None, sequence_parallel=SequenceParallel(2))
-    ).simulation
-    assert shared.forward.attention == attention // 2
+    assert (alone.forward["attention"], alone.backward["attention"]) == (attention, attention * 5 // 2)
+    shared = plan(base, tokens, replace(settings, sequence_parallel=SequenceParallel(2)))
+    assert shared.forward["attention"] == attention // 2
 
 
 ABLATION = [
@@ -133,6 +135,6 @@ def test_published_speed(tokens: int, sharing: int, offload: Any, published: flo
         sequence_parallel=SequenceParallel(sharing) if sharing > 1 else None,
     )
     found = plan(base, tokens, settings)
-    seconds = predict(found.simulation, settings, MACHINES["h100"]).seconds
-    flops = 8 * found.simulation.trained * tokens + 16 * 32 * 4096 * tokens**2
+    seconds = predict(found, MACHINES["h100"]).seconds
+    flops = 8 * found.trained * tokens + 16 * 32 * 4096 * tokens**2
     assert flops / sharing / seconds / 1e12 == pytest.approx(published, rel=0.15)
