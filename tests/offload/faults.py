@@ -44,11 +44,11 @@ def nth_call(function: str, n: int, fault: Fault) -> Iterator[list[int]]:
         yield calls
 
 
-def each_call(function: str, fault: Fault, most: int = 100) -> Iterator[Any]:
+def each_call(function: str, fault: Fault) -> Iterator[int]:
     """Contexts in which the first, second, ... call fails; ends once a context saw fewer calls than that."""
-    for n in range(1, most):
+    for n in range(1, 100):
         with nth_call(function, n, fault) as calls:
             yield n
         if calls[0] < n:
             return
-    raise AssertionError(f"{function} was called {most} times and more")
+    raise AssertionError(f"{function} is called without end")

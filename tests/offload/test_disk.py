@@ -42,56 +42,45 @@ def right(disk: Disk, place: Place, data: Tensor = DATA) -> bool:
     return torch.equal(disk.load(place, data.nbytes, CPU)(), data)
 
 
-@pytest.mark.parametrize("length", [1, 4096, 4097, 2**20 - 1, 2**20, 2**20 + 1, len(DATA)])
-def test_every_length_comes_back(disk: Disk, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
-    """Data of any length, aligned or not, one piece or several, comes back as it was."""
+def test_every_length_comes_back(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data of any length, aligned or not, one piece or several, comes back as it was, from a file that has no name and
+    that nobody else may read.
+    """
     monkeypatch.setattr(pinned, "PIECE", 2**20)
-    assert right(disk, put(disk, DATA[:length]), DATA[:length])
-
-
-def test_private_and_unnamed(disk: Disk, tmp_path: Path) -> None:
-    """The open file has no name, mode 0600 and no other link; no directory is left beside it."""
-    put(disk)
+    for length in (1, 4096, 4097, 2**20 - 1, 2**20, 2**20 + 1, len(DATA)):
+        assert right(disk, put(disk, DATA[:length]), DATA[:length])
     status = os.fstat(disk._file)
-    assert stat.S_IMODE(status.st_mode) == 0o600
-    assert status.st_nlink == 0
+    assert (stat.S_IMODE(status.st_mode), status.st_nlink) == (0o600, 0)
     assert os.listdir(tmp_path) == []
 
 
-def test_o_direct_refused(tmp_path: Path) -> None:
-    """A filesystem that refuses ``O_DIRECT``, when the file is opened or in the first call, is used through the page
-    cache.
+def test_o_direct_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filesystem that refuses ``O_DIRECT``, when the file is opened, in the first call or behind a part of 512 bytes,
+    is used through the page cache.
     """
-    real = fcntl.fcntl
+    real_control, real_write = fcntl.fcntl, os.pwritev
 
     def refuse(file: int, command: int, flags: int = 0) -> int:
         if command == fcntl.F_SETFL and flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "invalid")
-        return real(file, command, flags)
+        return real_control(file, command, flags)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(fcntl, "fcntl", refuse)
         at_open = Disk(str(tmp_path))
-    first_call = Disk(str(tmp_path))
+        assert not at_open.direct
+    first_call, in_crumbs = Disk(str(tmp_path)), Disk(str(tmp_path))
     with nth_call("pwritev", 1, fail(errno.EINVAL)):
-        place = put(first_call)
-    for disk, where in ((at_open, put(at_open)), (first_call, place)):
-        assert not disk.direct
-        assert right(disk, where)
-        disk.close()
-
-
-def test_parts_too_small_for_direct_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that moves 512 bytes at a time under ``O_DIRECT`` is used through the page cache instead of for ever."""
-    disk, real = Disk(str(tmp_path)), os.pwritev
+        places = [(first_call, put(first_call))]
 
     def crumbs(file: int, buffers: list[memoryview], offset: int) -> int:
-        return real(file, [buffers[0][:512]] if disk.direct else buffers, offset)
+        return real_write(file, [buffers[0][:512]] if in_crumbs.direct else buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", crumbs)
-    assert right(disk, put(disk))
-    assert not disk.direct
-    disk.close()
+    for disk, place in (*places, (in_crumbs, put(in_crumbs)), (at_open, put(at_open))):
+        assert not disk.direct
+        assert right(disk, place)
+        disk.close()
 
 
 @pytest.mark.parametrize("function", ["pwritev", "preadv"])
@@ -102,28 +91,26 @@ def test_short_calls_go_on(disk: Disk, function: str) -> None:
 
 
 def test_budget(tmp_path: Path) -> None:
-    """A budget is reserved at once, and is enough for exactly as much."""
-    disk = Disk(str(tmp_path), 10 * 2**20)
-    assert os.fstat(disk._file).st_blocks * 512 >= 10 * 2**20
-    places = [disk._take(2**20) for _ in range(10)]  # in use while they are referred to
-    with pytest.raises(OffloadDiskFullError, match=r"share of disk_budget, 10485760 bytes, has no room for 4096 bytes"):
-        disk._take(4096)
-    assert len(places) == 10
+    """A budget is reserved at once, is enough for exactly as much, and for any lengths one after the other."""
+    disk = Disk(str(tmp_path), 64 * 4096)
+    assert os.fstat(disk._file).st_blocks * 512 >= 64 * 4096
+    for pages in (1, 3, 2, 16, 1, 32, 5):
+        places = [put(disk, DATA[: pages * 4096]) for _ in range(64 // pages)]  # in use while they are referred to
+        with pytest.raises(
+            OffloadDiskFullError, match=r"share of disk_budget, 262144 bytes, has no room for \d+ bytes"
+        ):
+            put(disk, DATA[: pages * 4096])
+        del places
     disk.close()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: p / "missing", "No such file or directory: set another directory, which exists and is writable"),
-        (lambda p: (p / "file").write_text("x") and p / "file", "Not a directory: set another directory"),
-    ],
-)
-def test_bad_directory(tmp_path: Path, make: object, message: str) -> None:
+def test_bad_directory(tmp_path: Path) -> None:
     """A directory that is missing, or none, is named with the system's reason."""
-    directory = make(tmp_path)
-    with pytest.raises(OffloadError, match=rf"cannot create a file of .* in '{directory}': {message}"):
-        Disk(str(directory))
+    (tmp_path / "file").write_text("x")
+    for name, reason in (("missing", "No such file or directory"), ("file", "Not a directory")):
+        message = rf"cannot create a file of .* in '{tmp_path / name}': {reason}: set another directory, which exists"
+        with pytest.raises(OffloadError, match=message):
+            Disk(str(tmp_path / name))
 
 
 def test_closed(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,16 +24,13 @@ def busy(size: int = 4096, times: int = 20) -> torch.Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("offload", "fields"), TIERS)
-def test_copies_wait_for_the_computation(tmp_path: Path, offload: str, fields: dict[str, object]) -> None:
+def test_copies_wait_for_the_computation(offload: str, fields: dict[str, Any]) -> None:
     """What is packed while it is still being computed, on whatever stream is current, comes back as computed.
 
     Without the wait of the copy stream for the compute stream it comes back as it was before.
     """
-    if "disk" in offload:
-        fields = {"directory": str(tmp_path), **fields}
-    offloader = build_offloader(
-        ActivationCheckpointing(**{"offload": offload, "keep_last": 0, "cpu_budget": None, **fields})
-    )
+    fields = {"offload": offload, "keep_last": 0, "cpu_budget": None, **fields}
+    offloader = build_offloader(ActivationCheckpointing(**fields))
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(stream):
             tensors = [busy() for _ in range(3)]

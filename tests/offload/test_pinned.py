@@ -24,8 +24,10 @@ def test_refused_pinning_falls_back(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert caplog.text.count("refuses to pin CPU memory") == 1
 
 
-def test_the_whole_budget_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of any size, after those of other sizes, use the whole budget, and come back from several pieces."""
+def test_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of any size, after those of other sizes, use the whole budget, and come back from several pieces. What is
+    free counts until it is used again.
+    """
     monkeypatch.setattr(pinned, "PIECE", 4 * pinned.ALIGNMENT)
     memory = CPUMemory(64 * pinned.ALIGNMENT)
     for pages in (1, 5, 64, 3, 16):
@@ -33,18 +35,10 @@ def test_the_whole_budget_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(64 // pages):
             tensors.append(torch.full((pages * pinned.ALIGNMENT - 7,), number, dtype=torch.uint8))
             stored.append(memory.store(tensors[-1], None))
+            free = sum(piece.nbytes for pieces in memory._free.values() for piece in pieces)
+            assert free + sum(buffer.nbytes for buffer in memory._buffers) <= memory.budget
         assert memory.store(torch.ones(pages * pinned.ALIGNMENT, dtype=torch.uint8), None) is None
         for tensor, (buffer, *_) in zip(tensors, stored, strict=True):
             assert torch.equal(memory.load(buffer, tensor.nbytes, CPU)(), tensor)
             assert max(piece.nbytes for piece in buffer.pieces) <= pinned.PIECE
         del buffer, _
-
-
-def test_the_budget_is_not_exceeded() -> None:
-    """Memory that is free counts until it is used again: one tensor may take it up by parts."""
-    memory = CPUMemory(64 * pinned.ALIGNMENT)
-    buffers = [memory.take(pinned.ALIGNMENT, CPU) for _ in range(32)]
-    del buffers
-    buffer = memory.take(63 * pinned.ALIGNMENT, CPU)
-    free = sum(piece.nbytes for pieces in memory._free.values() for piece in pieces)
-    assert buffer.nbytes + free <= memory.budget

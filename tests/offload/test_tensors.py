@@ -12,27 +12,26 @@ from lt_tiled.offload.offloader import OffloadedTensor, build_offloader
 from lt_tiled.offload.tensors import movable
 
 BASE = torch.arange(240.0)
+TABLE = BASE.view(20, 12)
 
 
 @pytest.mark.low_precision
 @pytest.mark.parametrize(
     "tensor",
     [
-        BASE.view(2, 10, 12),
         BASE.view(2, 10, 12).transpose(1, 2),
-        BASE.view(20, 12).t(),
-        BASE.view(20, 12)[3:7],  # offset view
-        BASE.view(20, 12)[:, 2:9],  # gaps
-        BASE.view(20, 12)[:, :1].expand(20, 12),  # stride 0
-        BASE[:5].view(1, 5).expand(8, 5),
+        TABLE.t(),
+        TABLE[3:7],  # offset view
+        TABLE[:, 2:9],  # gaps
+        TABLE[:, :1].expand(20, 12),  # stride 0
         torch.tensor(3.0),
         BASE.as_strided((20, 8), (2, 1)),  # overlapping windows
-        BASE.view(20, 12) > 3,
-        BASE.view(20, 12).to(torch.int16),
-        BASE.view(20, 12).to(torch.complex64),
-        BASE.view(20, 12).bfloat16(),
-        BASE.view(20, 12).half(),
-        BASE.view(20, 12).to(torch.float8_e4m3fn),
+        TABLE > 3,
+        TABLE.to(torch.int16),
+        TABLE.to(torch.complex64),
+        TABLE.bfloat16(),
+        TABLE.half(),
+        TABLE.to(torch.float8_e4m3fn),
     ],
     ids=lambda t: f"{list(t.shape)}{list(t.stride())}{t.dtype}",
 )
@@ -63,7 +62,7 @@ def int8_weight() -> Tensor:
 STAYS = {
     "empty": lambda: torch.empty(0, 4),
     "parameter": lambda: nn.Parameter(BASE),
-    "gaps": lambda: BASE.view(20, 12)[:, :2],  # more gaps than entries
+    "gaps": lambda: TABLE[:, :2],  # more gaps than entries
     "conjugate": lambda: torch.zeros(3, dtype=torch.complex64).conj(),
     "coo": lambda: torch.eye(3).to_sparse(),
     "csr": lambda: torch.eye(3).to_sparse_csr(),
@@ -78,7 +77,5 @@ STAYS = {
 
 @pytest.mark.parametrize("kind", STAYS)
 def test_what_stays(kind: str) -> None:
-    """Weights, empty and lazy tensors, other layouts, subclasses, and views that are mostly gaps are left where they
-    are.
-    """
+    """Weights, empty and lazy tensors, other layouts, subclasses, and views that are mostly gaps stay."""
     assert not movable(STAYS[kind]())
