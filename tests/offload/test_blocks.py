@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import threading
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,41 @@ def test_memory_is_flat_in_the_number_of_blocks() -> None:
     for count in (8, 16):
         fingerprints = 5 * 4 * 1024 * count
         assert peak(count) - one <= (keep_last + in_flight + prefetched) * x.nbytes + fingerprints
+
+
+Graph = Callable[[nn.Sequential, Tensor], list[Tensor]]
+
+
+def part_of_a_graph(model: nn.Sequential, x: Tensor) -> list[Tensor]:
+    inner = model[:2](x)
+    out = model[2:](inner).square().sum()
+    (first,) = torch.autograd.grad(out, inner, retain_graph=True)
+    return [first, *torch.autograd.grad(out, [x, model[0].mlp.up.weight])]
+
+
+def one_block_three_times(model: nn.Sequential, x: Tensor) -> list[Tensor]:
+    block = model[0]
+    return list(torch.autograd.grad(block(block(block(x))).square().sum(), x))
+
+
+def overlapping_graphs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
+    dropped, first = model(x * 3), model(x).square().sum()
+    second = model(x * 2).square().sum()
+    del dropped
+    twice = [torch.autograd.grad(first, x, retain_graph=True)[0] for _ in range(2)]
+    return [*twice, *torch.autograd.grad(second, x)]
+
+
+@pytest.mark.parametrize("gradients", [part_of_a_graph, one_block_three_times, overlapping_graphs])
+def test_graphs_of_any_use(gradients: Graph) -> None:
+    """Gradients of a part of a graph, of a block that runs several times as shared layers do, and of graphs that are
+    used twice, dropped or overlap in time, are bit for bit those without offloading.
+    """
+    model, x = nn.Sequential(*(Block() for _ in range(4))), randn(1, 16, H)
+    with prepare(model, activation_checkpointing=True):
+        plain = gradients(model, x)
+    with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0)):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), plain, strict=True))
 
 
 @pytest.mark.parametrize("keep", [None, "attention"])

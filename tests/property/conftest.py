@@ -17,7 +17,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(folder.cleanup)
     set_hypothesis_home_dir(folder.name)
     examples = config.getoption("--examples")
-    slow = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
     settings.register_profile(
         "lt_tiled",
         max_examples=examples or EXAMPLES,
@@ -25,6 +24,6 @@ def pytest_configure(config: pytest.Config) -> None:
         database=None,
         deadline=None,
         print_blob=True,
-        suppress_health_check=slow,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     )
     settings.load_profile("lt_tiled")

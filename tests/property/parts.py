@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import MeanBackward
+from tests.models import MeanBackward, Twice
 
 H = 6
-
-
-class Square(torch.autograd.Function):
-    """A function of its own, position by position."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return 2 * x * weight * gradient, (x * x * gradient).flatten(0, -2).sum(0)
 
 
 class Part(nn.Module):
@@ -39,21 +24,11 @@ class Part(nn.Module):
         self.inner, self.other = nn.Linear(H, H), nn.Linear(H, H, bias=False)
         self.gain = nn.Parameter(torch.rand(H) + 0.5)
         self.register_buffer("stat", torch.rand(H) + 0.5)
-        self.constant = torch.rand(H) + 0.5
         self.factor = 1.5
         self.calls = 0
 
-    def double(self) -> Part:
-        super().double()
-        self.constant = self.constant.double()
-        return self
-
     def forward(self, x: Tensor) -> Tensor:
         return (POSITION_WISE.get(self.name) or OTHERS[self.name])(self, x)
-
-
-def gated(part: Part, x: Tensor) -> Tensor:
-    return part.inner(F.silu(part.other(x)) * x)
 
 
 def in_place(part: Part, x: Tensor) -> Tensor:
@@ -85,39 +60,37 @@ def without_gradient(part: Part, x: Tensor) -> Tensor:
     return x * part.gain + y
 
 
+def weight_with_hook(part: Part, x: Tensor) -> Tensor:
+    weight = part.other.weight * 1
+    if weight.requires_grad:
+        weight.register_hook(lambda gradient: gradient * 3)
+    return F.linear(x, weight)
+
+
 POSITION_WISE: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "linear": lambda part, x: part.inner(x),
-    "gated": gated,
+    "gated": lambda part, x: part.inner(F.silu(part.other(x)) * x),
     "in place": in_place,
     "residual": lambda part, x: x + part.inner(x).tanh(),
     "detached residual": lambda part, x: part.inner(x) + x.detach(),
-    "channel scale": lambda part, x: x * part.gain,
-    "token scale": lambda part, x: x * part.other(x)[..., :1].sigmoid(),
     "token softmax": lambda part, x: part.other(x).softmax(-1),
-    "token norm": lambda part, x: x / (x.norm(dim=-1, keepdim=True) + 1) * part.gain,
     "used twice": lambda part, x: part.other(part.other(x).tanh()),
     "transposed weight": lambda part, x: F.linear(part.other(x).tanh(), part.other.weight.t()),
-    "product with a weight": lambda part, x: torch.einsum("...h,kh->...k", x, part.other.weight),
     "parts of a weight": lambda part, x: torch.cat([F.linear(x, w) for w in part.other.weight.chunk(3)], -1),
     "normalized weight": lambda part, x: F.linear(x, F.normalize(part.other.weight)),
     "detached weight": lambda part, x: F.linear(part.inner(x), part.other.weight.detach()),
     "penalized weight": lambda part, x: x * part.other.weight.square().mean(),
+    "weight with a hook": weight_with_hook,
     "embedding": lambda part, x: x + F.embedding((x[..., 0] > 0).long(), part.other.weight),
-    "indexed weight": lambda part, x: x * part.other.weight[(x[..., 0] > 0).long()],
     "norm": lambda part, x: F.layer_norm(x, (H,), part.gain, part.inner.bias),
     "rms norm": lambda part, x: F.rms_norm(x, (H,), part.gain),
     "buffer": lambda part, x: x * part.stat,
-    "attribute": lambda part, x: x * part.constant * part.factor,
+    "attribute": lambda part, x: part.inner(x) * part.factor,
     "flattened": lambda part, x: part.inner(x.reshape(-1, H)).view_as(x),
     "routed": routed,
     "selected": selected,
-    "own function": lambda part, x: Square.apply(x, part.gain),
+    "own function": lambda part, x: Twice.apply(part.inner(x)),
     "checkpoint": lambda part, x: checkpoint(part.inner, x, use_reentrant=False),
-    "functional call": lambda part, x: torch.func.functional_call(
-        part.inner, {"weight": part.other.weight, "bias": part.gain}, x
-    ),
-    "functional call of a bias": lambda part, x: torch.func.functional_call(part.inner, {"bias": part.gain}, x),
-    "vmap": lambda part, x: torch.func.vmap(part.inner)(x),
     "convolution of one": lambda part, x: F.conv1d(x.reshape(-1, H, 1), part.other.weight[..., None]).view_as(x),
     "without gradient": without_gradient,
     "identity": lambda part, x: x,
@@ -127,12 +100,9 @@ POSITION_WISE: dict[str, Callable[[Part, Tensor], Tensor]] = {
 """What computes each token from itself alone."""
 
 
-def capacity(tokens: int) -> Callable[[Part, Tensor], Tensor]:
-    def keep(part: Part, x: Tensor) -> Tensor:
-        flat = part.inner(x).reshape(-1, H)
-        return (flat * (torch.arange(len(flat)) < tokens)[:, None]).view_as(x)
-
-    return keep
+def capacity_of_8(part: Part, x: Tensor) -> Tensor:
+    flat = part.inner(x).reshape(-1, H)
+    return (flat * (torch.arange(len(flat)) < 8)[:, None]).view_as(x)
 
 
 def then(change: Callable[[Part, Tensor], object]) -> Callable[[Part, Tensor], Tensor]:
@@ -144,46 +114,40 @@ def then(change: Callable[[Part, Tensor], object]) -> Callable[[Part, Tensor], T
     return changing
 
 
-def shifted(part: Part, x: Tensor) -> Tensor:
-    return part.inner(x + F.pad(x, (0, 0, 1, -1)))
-
-
-def attention(part: Part, x: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(part.inner(x), part.other(x), x)
-
-
 def running_mean(part: Part, x: Tensor) -> Tensor:
     with torch.no_grad():
         part.stat.mul_(0.9).add_(x.flatten(0, -2).mean(0), alpha=0.1)
     return x - part.stat
 
 
-def only_in_training(part: Part, x: Tensor) -> Tensor:
-    return x - x.mean(-2, keepdim=True) if part.training else x
+def mixed_by_a_hook(part: Part, x: Tensor) -> Tensor:
+    y: Tensor = part.inner(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient - gradient.mean(-2, keepdim=True))
+    return y
 
 
 OTHERS: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "softmax of rows": lambda part, x: x.softmax(0),
-    "softmax of tokens": lambda part, x: x.softmax(-2),
     "mean of tokens": lambda part, x: part.inner(x - x.mean(-2, keepdim=True)),
     "detached mean": lambda part, x: x - x.detach().mean(-2, keepdim=True),
     "mean behind a zero": lambda part, x: x + 0 * part.gain * x.mean(-2, keepdim=True),
     "mean behind a small gate": lambda part, x: x + 1e-6 * part.gain * x.mean(-2, keepdim=True),
-    "token shift": shifted,
+    "token shift": lambda part, x: part.inner(x + F.pad(x, (0, 0, 1, -1))),
     "reversed": lambda part, x: part.inner(x).flip(-2),
     "sorted": lambda part, x: part.inner(x).sort(-2).values,
-    "attention": attention,
+    "attention": lambda part, x: F.scaled_dot_product_attention(part.inner(x), part.other(x), x),
     "batch norm": lambda part, x: F.batch_norm(x.reshape(-1, H), None, None, part.gain, training=True).view_as(x),
     "positions": lambda part, x: x * torch.arange(x.shape[-2], dtype=x.dtype)[:, None],
     "division by tokens": lambda part, x: part.inner(x) / x.shape[-2],
     "first token": lambda part, x: x + x[..., :1, :],
-    "capacity of 8": capacity(8),
+    "capacity of 8": capacity_of_8,
     "shared noise": lambda part, x: x * torch.rand((), dtype=x.dtype),
     "locked dropout": lambda part, x: x * F.dropout(torch.ones(H, dtype=x.dtype), training=part.training),
     "Python's noise": lambda part, x: x * random.random(),
-    "mixed in training": only_in_training,
+    "mixed in training": lambda part, x: x - x.mean(-2, keepdim=True) if part.training else x,
     "mixed in the backward pass": lambda part, x: MeanBackward.apply(x),
-    "mixed by a hook": lambda part, x: _hooked(part.inner(x)),
+    "mixed by a hook": mixed_by_a_hook,
     "writes into its input": then(lambda part, x: x.mul_(2)),
     "counts in a buffer": then(lambda part, x: part.stat.add_(1)),
     "sets a buffer": then(lambda part, x: setattr(part, "stat", part.stat + 1)),
@@ -194,76 +158,47 @@ OTHERS: dict[str, Callable[[Part, Tensor], Tensor]] = {
 """What does not: it reads other tokens or its input's shape, shares random numbers, or changes something of its own."""
 
 
-def _hooked(y: Tensor) -> Tensor:
-    if y.requires_grad:
-        y.register_hook(lambda gradient: gradient - gradient.mean(-2, keepdim=True))
-    return y
+def frozen() -> nn.Module:
+    return nn.Sequential(nn.Linear(H, H).requires_grad_(False), nn.Linear(H, 2, bias=False), nn.Linear(2, H))
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(H, H), nn.Linear(H, H, bias=False)
-        self.b.weight = self.a.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).tanh())
+def tied() -> nn.Module:
+    module = nn.Sequential(nn.Linear(H, H), nn.Tanh(), nn.Linear(H, H, bias=False))
+    module[2].weight = module[0].weight
+    return module
 
 
-class Frozen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(H, H).requires_grad_(False)
-        self.a, self.b = nn.Linear(H, 2, bias=False), nn.Linear(2, H, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
-
-
-def _hooks(x: nn.Linear) -> nn.Linear:
-    x.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    x.register_forward_hook(lambda module, args, output: output + 1)
-    x.register_full_backward_hook(lambda module, inputs, outputs: tuple(None if g is None else 2 * g for g in inputs))
-    return x
+def with_hooks() -> nn.Module:
+    module = nn.Linear(H, H)
+    module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    module.register_forward_hook(lambda module, args, output: output + 1)
+    module.register_full_backward_hook(
+        lambda module, inputs, outputs: tuple(None if g is None else 2 * g for g in inputs)
+    )
+    return module
 
 
-def _add_one(weight: Tensor) -> None:
-    assert weight.grad is not None
-    weight.grad.add_(1)
+class First(nn.Module):
+    """The first output of a module."""
 
-
-def _weight_hook(x: nn.Linear) -> nn.Linear:
-    x.weight.register_hook(lambda gradient: gradient * 3)
-    x.weight.register_post_accumulate_grad_hook(_add_one)
-    return x
-
-
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    "nn.Linear": lambda: nn.Linear(H, H),
-    "nn.LayerNorm": lambda: nn.LayerNorm(H),
-    "nn.Bilinear": lambda: Twice(nn.Bilinear(H, H, H)),
-    "nn.PReLU": nn.PReLU,
-    "nn.Sequential": lambda: nn.Sequential(nn.Linear(H, 9), nn.ReLU(inplace=True), nn.Linear(9, H)),
-    "nn.Dropout": lambda: nn.Dropout(0.0),
-    "inplace": lambda: nn.Sequential(nn.Linear(H, H), nn.SiLU(inplace=True), nn.Dropout(0.0, inplace=True)),
-    "tied": Tied,
-    "frozen": Frozen,
-    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(H, H)),
-    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(H, H)),
-    "hooks": lambda: _hooks(nn.Linear(H, H)),
-    "hooks of a weight": lambda: _weight_hook(nn.Linear(H, H)),
-}
-"""Modules that work position by position."""
-
-
-class Twice(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.module(x, x)
+        return self.module(x)[0]
 
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "nn.PReLU": nn.PReLU,
+    "nn.Sequential": lambda: nn.Sequential(nn.Linear(H, 9), nn.ReLU(inplace=True), nn.Linear(9, H)),
+    "nn.Dropout": lambda: nn.Dropout(0.0),
+    "frozen": frozen,
+    "tied": tied,
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(H, H)),
+    "hooks": with_hooks,
+}
+"""Modules that work position by position."""
 
 OTHER_MODULES: dict[str, Callable[[], nn.Module]] = {
     "nn.BatchNorm1d": lambda: nn.BatchNorm1d(H),
@@ -271,18 +206,8 @@ OTHER_MODULES: dict[str, Callable[[], nn.Module]] = {
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(H, H)),
     "nn.LSTM": lambda: First(nn.LSTM(H, H)),
     "nn.TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(H, 2, 8, dropout=0.0),
-    "nn.Softmax": nn.Softmax,
 }
 """Modules that do not, at least in training."""
-
-
-class First(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)[0]
 
 
 def build(name: str) -> nn.Module:

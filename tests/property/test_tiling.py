@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, given
 
-from tests.property.grammar import Case, Values, cases, differences, position_wise_cases, refused, run
+from tests.property.grammar import Case, Values, cases, differences, refused, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.self_checks]
 
@@ -19,7 +19,7 @@ def untiled(case: Case) -> Values:
         raise
 
 
-@given(cases())
+@given(cases(position_wise=False))
 def test_equal_or_refused(case: Case) -> None:
     """Any module in any surroundings gives the untiled results, or an error with its name and a remedy."""
     true = untiled(case)
@@ -29,11 +29,11 @@ def test_equal_or_refused(case: Case) -> None:
         if not refused(error):
             raise
         return
-    assert not differences(case, found, true)
+    assert not differences(found, true)
 
 
-@given(position_wise_cases())
+@given(cases(position_wise=True))
 def test_position_wise_modules_are_not_refused(case: Case) -> None:
     """A module that works position by position gives the untiled results."""
     true = untiled(case)
-    assert not differences(case, run(case, tiled=True), true)
+    assert not differences(run(case, tiled=True), true)
