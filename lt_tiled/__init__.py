@@ -9,7 +9,6 @@ from lt_tiled.errors import (
     OffloadDiskFullError,
     OffloadError,
     SimulationError,
-    TwoThreadsError,
 )
 from lt_tiled.loss.functional import tiled_linear_cross_entropy, tiled_token_logprobs
 from lt_tiled.policies import ActivationCheckpointing, SequenceParallel, Tiling
@@ -42,7 +41,6 @@ __all__ = [
     "TiledModelParallelStrategy",
     "TiledSingleDeviceStrategy",
     "Tiling",
-    "TwoThreadsError",
     "Verification",
     "callbacks",
     "fabric",

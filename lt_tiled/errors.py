@@ -17,10 +17,6 @@ class NotPositionWiseError(ValueError):
     """Tiles would change a module's results, because its outputs are not computed token by token."""
 
 
-class TwoThreadsError(RuntimeError):
-    """Two threads run one tiled module at the same time."""
-
-
 REMEDY = "Remove it from targets (or do not call tile() on it), or tile its position-wise part."
 
 

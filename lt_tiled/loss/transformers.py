@@ -34,7 +34,7 @@ from lt_tiled.policies import LossShards
 from lt_tiled.recompute.mode import Precision, is_transformed
 from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.pending import Deferred
-from lt_tiled.tiling.weights import in_places, one_thread, swapped, weights_of
+from lt_tiled.tiling.weights import in_places, swapped, weights_of
 
 # The model and its head
 
@@ -135,7 +135,7 @@ class HeadCall:
         weights = weights_of(list(head.modules()))
 
         def logits(rows: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-            with one_thread(patch, patch.name), swapped(in_places(weights.values(), leaves)):
+            with swapped(in_places(weights.values(), leaves)):
                 found: Tensor = patch.inner(head, rows)
                 for step in steps:
                     found = step(found)

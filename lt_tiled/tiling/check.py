@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled.errors import REMEDY, NotPositionWiseError, TwoThreadsError
+from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.recompute.mode import PLAIN_TENSORS, PlainSavedTensors, hidden_from_modes, random_state_kept, version_of
 from lt_tiled.tiling.call import Owner, Tiled, TiledCall
 from lt_tiled.tiling.cut import Tokens, flatten
@@ -76,7 +76,7 @@ def _check(call: TiledCall, inputs: Sequence[Tensor], wide: bool) -> bool:
         check = _Check(call, inputs, wide)
         with copies_in_place(call.function.parts, check.instead_of):
             return check.run()
-    except (NotPositionWiseError, TwoThreadsError):
+    except NotPositionWiseError:
         raise
     except Exception as error:
         if not wide and isinstance(error, torch.OutOfMemoryError | MemoryError):

@@ -86,14 +86,6 @@ def each_tile(rows: Iterable[T]) -> Iterable[T]:
     return rows if choose is None else choose(rows)
 
 
-def memory_order(tensor: Tensor) -> list[int] | None:
-    """Return the order of dimensions in which a tensor is contiguous, if it is another one that keeps the last."""
-    if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.is_contiguous():
-        return None
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return order if order[-1] == tensor.dim() - 1 and tensor.permute(order).is_contiguous() else None
-
-
 @dataclass(frozen=True)
 class Tokens:
     """The leading dimensions of the hidden states, ``[B, S]`` of ``[B, S, H]``: one entry per token, row by row."""

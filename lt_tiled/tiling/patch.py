@@ -41,12 +41,11 @@ from lt_tiled.recompute.mode import PLAIN_TENSORS, is_transformed
 from lt_tiled.tiling.anchor import Through, run_untiled
 from lt_tiled.tiling.call import EngineNeeds, Owner, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
 from lt_tiled.tiling.check import check_position_wise
-from lt_tiled.tiling.cut import Tokens, memory_order, tile_bounds
+from lt_tiled.tiling.cut import Tokens, tile_bounds
 from lt_tiled.tiling.last import FORWARD, find_plan
 from lt_tiled.tiling.pending import Pending, none_left, values
 from lt_tiled.tiling.recorded import CAPTURING, active_collector, is_recorded, record, run_recorded
 from lt_tiled.tiling.run import is_real, run_tiled
-from lt_tiled.tiling.weights import one_thread
 
 CallWithInputs = tuple[TiledCall, list[Tensor]]
 _NO_USERS = ("torch.", *ENGINES, CAPTURING)
@@ -163,10 +162,6 @@ class TiledPatch(Tiled, Patch):
         if not self.leader.active:
             return self.inner(module, *values(args), **values(kwargs))
         self.needs.update(module)
-        with one_thread(self, self.name):
-            return self._run(module, args, kwargs)
-
-    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # 1. What runs on a tile, with what transformers records in it.
         function = self._function(module)
         collector = active_collector(function.inside)
@@ -175,35 +170,31 @@ class TiledPatch(Tiled, Patch):
         # 2. Together with the norm that is pending before it,
         made: CallWithInputs | None = None
         through: Through = {}
-        order: list[int] | None = None
         pending = args[0] if args else None
         if isinstance(pending, Pending) and pending.may_join(self.leader):
-            together, both = pending.followed_by(function, (pending, *values(args[1:])))
-            made, through = self.decide(module, together, both, values(kwargs)), pending.through
-        # or alone. A norm of each head gets its tokens as they lie in memory: else its input would be copied.
+            made = self.decide(module, *pending.followed_by(function, (pending, *values(args[1:]))), values(kwargs))
+            through = pending.through
+        # or alone.
         if made is None:
-            args, kwargs, through = values(args), values(kwargs), {}
-            if args and self.spec.is_lone_norm and not self.spec.pends:
-                order = memory_order(args[0])
-            ordered = args if order is None else (args[0].permute(order), *args[1:])
-            made = self.decide(module, function, ordered, kwargs) if self.spec.alone or self.spec.pends else None
-        # 3. Untiled.
-        if made is None:
-            return run_untiled(function.parts, self.needs.one_order, partial(self.inner, module, *args, **kwargs))
-        # 4. In the tiles of what follows, if that takes its output.
-        call, inputs = made
-        joined = call.function.joined
-        if self.is_leader or joined:
-            self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind, self.tiling)
-        if self._may_pend(module, call, inputs):
-            return Pending.of(call, inputs, through, self.leader)
-        if not (joined or self.spec.alone):
-            return run_untiled(function.parts, self.needs.one_order, partial(self.inner, module, *args, **kwargs))
-        # 5. In tiles of its own.
-        result = run_tiled(call, inputs, through)
-        if order is not None:
-            return result.permute([order.index(index) for index in range(len(order))])
-        return result if collector is None else record(result, collector)
+            args = values(args)
+            kwargs = values(kwargs)
+            through = {}
+            if self.spec.alone or self.spec.pends:
+                made = self.decide(module, function, args, kwargs)
+        if made is not None:
+            call, inputs = made
+            joined = call.function.joined
+            if self.is_leader or joined:
+                self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind, self.tiling)
+            # 3. In the tiles of what follows, if that takes its output.
+            if self._may_pend(module, call, inputs):
+                return Pending.of(call, inputs, through, self.leader)
+            # 4. In tiles of its own.
+            if joined or self.spec.alone:
+                result = run_tiled(call, inputs, through)
+                return result if collector is None else record(result, collector)
+        # 5. Untiled.
+        return run_untiled(function.parts, self.needs.one_order, partial(self.inner, module, *args, **kwargs))
 
     def _function(self, module: nn.Module) -> TileFunction:
         """Return what runs on a tile: the module's own code below this patch."""

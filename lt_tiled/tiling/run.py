@@ -33,7 +33,7 @@ from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.cut import Assembly, each_tile, flatten
 from lt_tiled.tiling.effects import check_leaves
 from lt_tiled.tiling.last import LastProjection, Root
-from lt_tiled.tiling.weights import GradientSum, in_places, one_thread, swapped, wants_zeros
+from lt_tiled.tiling.weights import GradientSum, in_places, swapped, wants_zeros
 
 
 def run_tiled(call: TiledCall, inputs: Sequence[Tensor], through: Through) -> Any:
@@ -194,7 +194,6 @@ class Recompute:
             stack.enter_context(call.precision.context())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(hidden_from_offloaders())
-            stack.enter_context(one_thread(tiled, call.name))
             stack.enter_context(swapped([*in_places(call.weights.values(), self.leaves), *self.last.entries()]))
             # 2. Each tile runs again with a graph, and adds its gradients to the sums.
             self._run_tiles(given)

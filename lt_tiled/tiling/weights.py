@@ -4,7 +4,6 @@ NOTE [Leaves]
 A tile's graph begins at leaves, one for each weight, which stand in the weight's places while tiles run: in
 ``_parameters``, and in the plain attributes where FSDP keeps views of its flat weights. What takes a leaf's gradient
 adds it to the sum, so only one gradient is alive next to the sums. ``finally`` takes the leaves out, also after Ctrl-C.
-Another thread that runs the module meanwhile would give its gradients to these leaves, so it gets an error.
 """
 
 from __future__ import annotations
@@ -12,46 +11,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.errors import TwoThreadsError
 from lt_tiled.modules.patch import is_of
 
 Place = tuple[nn.Module, str]
 """A module and the name of an attribute."""
 Weights = dict[Tensor, list[Place]]
 """Trainable tensors with all their places: a tied weight has several."""
-_USED: dict[object, int] = {}
-"""The tiled modules that run, and the thread of each."""
-
-
-@contextmanager
-def one_thread(tiled: object, name: str) -> Iterator[None]:
-    """Let a tiled module belong to this thread.
-
-    Raises:
-        TwoThreadsError: If it belongs to another thread.
-    """
-    mine = get_ident()
-    try:
-        try:
-            # One step of the interpreter, so that no other thread comes between the question and the answer.
-            if _USED.setdefault(tiled, mine) != mine:
-                raise TwoThreadsError(
-                    f"{name} is trained by two threads at once, which share its weights: run it in one thread at a"
-                    " time, or give each thread a copy.deepcopy of the model."
-                )
-            yield
-        finally:
-            if _USED.get(tiled) == mine:
-                del _USED[tiled]
-    finally:  # again, after Ctrl-C in the first attempt
-        if _USED.get(tiled) == mine:
-            del _USED[tiled]
 
 
 def weights_of(parts: Sequence[nn.Module]) -> Weights:

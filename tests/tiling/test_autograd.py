@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -15,16 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lt_tiled import TwoThreadsError, tile, untile
+from lt_tiled import tile, untile
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.recompute.mode import RandomState
 from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch
-from lt_tiled.tiling.weights import _USED
 from tests.interrupts import interrupted_at
 from tests.models import Block, Coded, GatedMLP, H, PlainMLP, RoutedMLP
 from tests.parity import EXACT, TIMES, errors, gradients, less_accurate, randn, reference, spread, worst
-from tests.processes import LIMIT
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -465,39 +462,6 @@ def test_tiled_module_in_a_tiled_module() -> None:
         assert worst(gradients(m, x), true) < EXACT
 
 
-@pytest.mark.parametrize("in_recompute", [False, True], ids=["forward", "recompute"])
-@pytest.mark.parametrize("second", ["call", "short call", "backward"])
-def test_threads(second: str, in_recompute: bool) -> None:
-    """While a thread runs a module, a call and a backward pass of another one raise, and no gradient is wrong."""
-    inside, go, waiter = threading.Event(), threading.Event(), list[int]()
-
-    def code(module: Any, x: Tensor) -> Tensor:
-        if threading.get_ident() in waiter and torch.is_grad_enabled() == in_recompute:
-            inside.set()
-            assert go.wait(LIMIT)
-        return module.mlp(x)
-
-    def first() -> dict[str, Tensor]:
-        waiter.append(threading.get_ident())
-        return gradients(m, x)
-
-    m, x = Coded(code), randn(1, 40, H)
-    true, weights = gradients(m, x), list(m.parameters())
-    tile(m, num_shards=4)
-    y = m(x).sum()
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(first)
-        assert inside.wait(LIMIT)
-        try:
-            with pytest.raises(TwoThreadsError, match=r"Coded is trained by two threads at once.*deepcopy"):
-                y.backward() if second == "backward" else m(x[:, :1] if second == "short call" else x)
-        finally:
-            go.set()
-        assert worst(found.result(), true) < EXACT
-    assert worst(gradients(m, x), true) < EXACT
-    assert all(a is b for a, b in zip(m.parameters(), weights, strict=True))
-
-
 @pytest.mark.slow
 def test_interrupted_anywhere() -> None:
     """Ctrl-C at every third line of a step leaves the module as it was, and the next step is right."""
@@ -515,7 +479,6 @@ def test_interrupted_anywhere() -> None:
             m.zero_grad(set_to_none=True)
             assert [id(p) for p in m.parameters()] == weights
             assert attributes == names
-            assert not _USED  # or other threads could not run it any more
             assert worst(gradients(m, x), true) < EXACT
         raise AssertionError("the step has no end")
 

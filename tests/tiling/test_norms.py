@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from lt_tiled import Tiling, prepare
 from lt_tiled.modules.patch import get_patches
-from lt_tiled.tiling.call import EngineNeeds, LargestCall
+from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.patch import TiledPatch
 from lt_tiled.tiling.pending import Pending as DeferredCall
-from tests.meters import peak_bytes
 from tests.models import GatedMLP, H, PythonNorm
 from tests.parity import gradients, randn, reference, worst
 
@@ -116,34 +115,3 @@ def test_a_norm_whose_weights_are_freed_runs_in_tiles_of_its_own() -> None:
         assert worst(gradients(model, x), true) <= 1e-10
         assert [row.tiles for row in prepared.report().norms] == [4, 4]
         assert not any(met for block in model for met in block.attention.met)
-
-
-class SwappedHeads(Attention):
-    """Norms queries of two heads after heads and tokens are swapped, as Gemma 3 does."""
-
-    def __init__(self, use: Use) -> None:
-        super().__init__(use)
-        self.q_norm = PythonNorm()
-        self.strides: list[tuple[int, ...]] = []
-
-    def forward(self, n: Tensor) -> Tensor:
-        heads = torch.cat([self.q(n), self.k(n)], -1).view(*n.shape[:2], 2, H).transpose(1, 2)
-        found = self.q_norm(heads)
-        self.strides.append(found.stride())
-        return self.o(found.transpose(1, 2).mean(2)) + self.v(n)
-
-
-def test_a_norm_keeps_the_layout_of_its_input() -> None:
-    """A tiled norm of heads that were swapped with tokens returns the layout of the untiled one, and copies nothing."""
-    model, x = blocks(), tokens().requires_grad_()
-    for block in model:
-        assert isinstance(block, Block)
-        block.attention = SwappedHeads(block.attention.use).double()
-    true = reference(model, x)
-    with prepare(model, tiling=TILES):
-        assert worst(gradients(model, x), true) <= 1e-10
-        norm = model[0].attention.q_norm
-        assert get_patches(norm, TiledPatch)[0].largest == LargestCall(2 * 18 * 2, 4)
-        heads = randn(2, 18, 2, H, dtype=torch.float64).transpose(1, 2)
-        assert peak_bytes(lambda: norm(heads)) < 2 * heads.nbytes  # its output and a tile
-    assert {strides for block in model for strides in block.attention.strides} == {(36 * H, H, 2 * H, 1)}
