@@ -109,16 +109,15 @@ class Tokens:
         """Return each tile of ``[B, S, ...]`` as the module sees it: a view where the strides allow it."""
         if len(bounds) == 1:  # in its own layout
             return [whole.view_as(whole)]
-        flat, size = whole.reshape(self.count, *whole.shape[len(self.lead) :]), bounds[0][1]
-        last = bounds[-1][1] - bounds[-1][0]
-        # Tiles of the first size come first, then those of the last.
-        first = len(bounds) if size == last else (self.count - last * len(bounds)) // (size - last)
+        flat = whole.reshape(self.count, *whole.shape[len(self.lead) :])
         # Not of one dimension of all tokens: with its strides torch's matmul would copy the weights for each tile.
-        lead, rest = (1,) * (len(self.lead) - 1), flat.shape[1:]
-        found = flat[: first * size].view(first, *lead, size, *rest).unbind()
-        if first == len(bounds):
-            return found
-        return [*found, *flat[first * size :].view(len(bounds) - first, *lead, last, *rest).unbind()]
+        lead = (1,) * (len(self.lead) - 1)
+        return [tile.view(lead + tile.shape) for tile in flat.split(sizes_of(bounds))]
+
+
+def sizes_of(bounds: Sequence[Bounds]) -> list[int]:
+    """Return the tokens of each tile."""
+    return [high - low for low, high in bounds]
 
 
 _LEAF = pytree.tree_structure(0)
@@ -194,7 +193,7 @@ class Assembly:
             self._tiles.append(self._cut(self.wholes[-1], flat))
 
     def _cut(self, whole: Tensor, flat: bool) -> Sequence[Tensor]:
-        return whole.split([high - low for low, high in self.bounds]) if flat else self.tokens.tiles(whole, self.bounds)
+        return whole.split(sizes_of(self.bounds)) if flat else self.tokens.tiles(whole, self.bounds)
 
     def gradients(self, given: Sequence[Tensor | None]) -> Iterator[tuple[Tensor | None, ...]]:
         """Yield for each tile the gradients of its outputs, from those of the whole ones."""

@@ -47,18 +47,18 @@ class LastProjection:
         sums: Mapping[Tensor, GradientSum] | None = None,
     ) -> None:
         self.linear: Any = linear
-        self.prints, self.sums = prints, sums
-        if linear is not None:
-            self._weight, self._bias = linear.weight, linear.bias
+        self.prints = prints
+        self.sums = sums
         self.calls = 0
         """Those in the tile that runs."""
-        self._input: Any = None
-        """The input in the tile that ran, ``[..., in]``."""
-        self._rows: Any = None
-        """The same without a graph, ``[t, in]``."""
+        self._own = (getattr(linear, "weight", None), getattr(linear, "bias", None))
         self._output: Tensor | None = None
-        self._instead: dict[Any, Tensor] = {}
-        """What a recompute returns in place of the output, for tiles of each shape."""
+        """What it returned in the tile that runs."""
+        self._input: Any = None
+        """Its input there, ``[..., in]``, without a graph."""
+        self._version = 0
+        self._edge: GradientEdge | None = None
+        """Where the graph of that input ends. It does not keep values, which no gradient needs any more."""
         self._cast: Any = None
         """The weight in the dtype of the gradients."""
 
@@ -73,39 +73,40 @@ class LastProjection:
     def _forward(self, input: Tensor) -> Tensor:
         self.calls += 1
         if self.calls == 1:
-            self._input, self._version = input, input._version
-            self._rows = input if self.sums is None else input.detach().flatten(0, -2)
+            self._input = input.detach()
+            self._version = input._version
             if self.prints is not None:
-                self.prints.take((self._rows,))
+                self.prints.take([self._input])
             if self.sums is not None:
+                self._edge = get_gradient_edge(input) if input.requires_grad else None
                 self._output = self._without_values(input)
                 return self._output
         # A checkpoint inside of the tile may run it again in the backward pass.
         output = nn.Linear.forward(self.linear, input)
         # Code may have put other weights in the place of its own, by functional_call.
-        own = self.linear.weight is self._weight and self.linear.bias is self._bias
-        self._output = output if own else None
+        if self.linear.weight is self._own[0] and self.linear.bias is self._own[1]:
+            self._output = output
         return output
 
     def _without_values(self, input: Tensor) -> Tensor:
-        kind, dtype = input.device.type, input.dtype
+        kind = input.device.type
+        dtype = input.dtype
         # Autocast leaves float64 as it is.
         if torch.is_autocast_enabled(kind) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
-        key = (*input.shape[:-1], self.linear.weight.shape[0]), dtype
-        if key not in self._instead:
-            self._instead[key] = input.new_zeros((), dtype=dtype).expand(key[0]).requires_grad_()
-        return self._instead[key]
+        shape = (*input.shape[:-1], self.linear.weight.shape[0])
+        return input.new_zeros((), dtype=dtype).expand(shape).requires_grad_()
 
     def made(self, output: Any) -> bool:
         """Whether the projection ran once in the tile that ran, and its output is that of the tile, both unchanged."""
-        own, self._output = self._output, None
+        own = self._output
+        self._output = None
         if own is None or own is not output or self.calls != 1:
             return False
         if own._version > 0 or self._input._version != self._version:
             return False
         if self.sums is None:
-            self._input = self._rows = None
+            self._input = None
         return not (own._backward_hooks and has_users_hooks(own))
 
     def roots(self, gradient: Tensor | None) -> list[Root]:
@@ -114,24 +115,23 @@ class LastProjection:
         Returns:
             Where the rest of the tile's graph ends, with its gradient.
         """
-        input, rows = self._input, self._rows
-        self._input = self._rows = None
-        if gradient is None or input is None or self.sums is None:
+        input = self._input
+        self._input = None
+        if gradient is None or self.sums is None:
             return []
         before = gradient.flatten(0, -2)  # [t, out]
         dtype = before.dtype  # autocast's, if it was enabled there
         weight = self.sums.get(self.linear.weight)
         if weight is not None:
-            weight.add_product(before.t(), rows.to(dtype))
+            weight.add_product(before.t(), input.flatten(0, -2).to(dtype))
         bias = self.sums.get(self.linear.bias)
         if bias is not None:
             bias.add(before.sum(0))
-        if not input.requires_grad:
+        if self._edge is None:
             return []
         if self._cast is None or self._cast.dtype != dtype:
             self._cast = self.linear.weight.detach().to(dtype)
-        # An edge, which does not keep the input in memory: no gradient needs its values any more.
-        return [(get_gradient_edge(input), before.mm(self._cast).view_as(input).to(input.dtype))]
+        return [(self._edge, before.mm(self._cast).view_as(input).to(input.dtype))]
 
 
 def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
@@ -148,19 +148,20 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
         if plain and torch.is_grad_enabled() == call.differentiable:
             seen.append((module, output))
 
+    # 1. A tile, with a graph, because a hook of the code on the output would read what is left out; not if tiles are
+    # compiled, which leave out nothing.
+    compiled = call.tiled.tiling.compile is not False
     before = RandomState.now(call.device)
-    # With a graph, because a hook of the code on the output would read what is left out; not if tiles are compiled,
-    # which leave out nothing.
-    with_graph = torch.set_grad_enabled(call.differentiable and call.tiled.tiling.compile is False)
+    with_graph = torch.set_grad_enabled(call.differentiable and not compiled)
     with hidden_from_modes(inputs[0]), random_state_kept(call.device), PlainSavedTensors(), with_graph:
         leaves = [t.detach().requires_grad_(wants) for t, wants in zip(inputs, call.wants_grad, strict=True)]
         with register_module_forward_hook(note):
             output = call.run(*next(call.tiles(leaves)))
         draws = not RandomState.now(call.device).same_as(before)
-    # 1. How outputs go together.
+    # 2. How outputs go together.
     outputs, tree = flatten(output)
     layout = Layout.of(outputs, tree, call.tokens, call.bounds[0][1], call.name)
-    # 2. The last projection. One that is tiled itself runs in tiles without its hooks.
+    # 3. The last projection. One that is tiled itself runs in tiles without its hooks.
     last: Any = call.function.modules[-1]
     if type(last) is not nn.Linear:
         last = None
@@ -169,13 +170,12 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
             once = modules.count(module) == 1 and module in call.function.parts
             if made is output and once and not has_users_hooks(made):
                 last = module
-    leaves_out = last is not None and call.tiled.tiling.compile is False
-    if not leaves_out or output.is_complex() or is_traceable_wrapper_subclass(last.weight):
+    if compiled or last is None or output.is_complex() or is_traceable_wrapper_subclass(last.weight):
         last = None
-    # 3. What a pending output is like. A second use of what draws random numbers would draw others.
+    # 4. What a pending output is like. A second use of what draws random numbers would draw others.
     single = None
     if isinstance(output, Tensor) and not layout.flat[0] and not draws:
-        single = output.shape[len(call.tokens.lead) :], output.dtype
+        single = (output.shape[len(call.tokens.lead) :], output.dtype)
     return Plan(last, layout, single)
 
 

@@ -28,12 +28,12 @@ from lt_tiled.recompute.mode import (
     random_state_kept,
     saved_tensors_hooks,
 )
-from lt_tiled.tiling.anchor import Edges, Through, anchored
+from lt_tiled.tiling.anchor import Edges, Through, anchored, several_ranks
 from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.cut import Assembly, each_tile, flatten
 from lt_tiled.tiling.effects import check_leaves
 from lt_tiled.tiling.last import LastProjection, Root
-from lt_tiled.tiling.weights import GradientSum, in_places, swapped, wants_zeros
+from lt_tiled.tiling.weights import GradientSum, in_places, swapped
 
 
 def run_tiled(call: TiledCall, inputs: Sequence[Tensor], through: Through) -> Any:
@@ -207,11 +207,11 @@ class Recompute:
         found: list[Tensor | None] = []
         for result, whole in zip(self.results, self.wholes, strict=True):
             found.append(result if whole is None else whole.take())
+        zeros = tiled.needs.zeros_for_unused or several_ranks()
         for weight, total in zip(call.weights, self.sums, strict=True):
-            gradient = total.take()
-            if gradient is None and (tiled.needs.zeros_for_unused or wants_zeros(weight)):
-                gradient = total.sum_or_zeros()
-            found.append(gradient)
+            # Other ranks may use a weight that no tile used, and a user's hook would see None.
+            unused = total.sum is None and (zeros or weight._backward_hooks)
+            found.append(total.sum_or_zeros() if unused else total.take())
         return found
 
     def _run_tiles(self, given: Sequence[Tensor | None]) -> None:

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.modules.patch import is_of
-
 Place = tuple[nn.Module, str]
 """A module and the name of an attribute."""
 Weights = dict[Tensor, list[Place]]
@@ -164,16 +162,3 @@ class GradientSum:
         """Return the sum in the tensor's own dtype; ``None`` if no tile used it."""
         total, self.sum = self.sum, None
         return None if total is None else total.to(self.dtype)
-
-
-def wants_zeros(weight: Tensor) -> bool:
-    """Whether hooks wait for the gradient of a weight, so that it must not be missing where no tile used the weight.
-
-    Those of ZeRO-1 and 2 fill a bucket, and a user's would be called with ``None``.
-    """
-    for hooks in (weight._post_accumulate_grad_hooks, weight._backward_hooks):
-        for hook in (hooks or {}).values():
-            # Ours stand on the leaves of a tiled module around this one.
-            if not is_of(hook, ("lt_tiled.", "torch.")):
-                return True
-    return False
