@@ -55,21 +55,17 @@ class Engine:
 
 def engine_of(strategy: Any, ranks: int) -> Engine:
     """Return the engine of a strategy, of Lightning or of this package."""
-    if is_a(strategy, "DeepSpeedStrategy") and strategy.config.get("zero_optimization", {}).get("stage", 0):
-        return _deepspeed(strategy.config["zero_optimization"], ranks)
     if is_a(strategy, "FSDPStrategy"):
         return Engine("fsdp", ranks)
     if is_a(strategy, "ModelParallelStrategy"):
         return Engine("fsdp2", ranks)
-    if is_a(strategy, "DDPStrategy"):  # Lightning keeps DDP's arguments in a private attribute only
+    zero: dict[str, Any] = {}
+    if is_a(strategy, "DeepSpeedStrategy"):  # which is DDP's, too
+        zero = strategy.config.get("zero_optimization", {})
+    elif is_a(strategy, "DDPStrategy"):  # Lightning keeps DDP's arguments in a private attribute only
         return Engine("ddp", ranks, views=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view", False)))
-    if ranks > 1:
-        return Engine("ddp", ranks)
-    return Engine()
-
-
-def _deepspeed(zero: dict[str, Any], ranks: int) -> Engine:
-    """Return the engine of the ``zero_optimization`` of a DeepSpeed config."""
+    if not zero.get("stage", 0):
+        return Engine("ddp" if ranks > 1 else "single", ranks)
     name: Any = f"zero{zero['stage']}"
     bucket = int(zero.get("reduce_bucket_size", 5e8))
     if name != "zero3" and zero.get("overlap_comm", False):
@@ -103,7 +99,7 @@ def share_weights(engine: Engine, model: nn.Module, ledger: FakeLedger, mesh: De
     FSDP2 is ``fully_shard``. ``FullyShardedDataParallel`` gathers in the same order, but without buffers.
     """
     if engine.name == "ddp" and not engine.views:
-        ledger.hold(sum(weight.nbytes for weight in _trained(model)), "communication")
+        ledger.hold(sum(weight.nbytes for weight in trained_weights(model)), "communication")
     if mesh is not None:
         ledger.gathers_in_place = engine.name == "fsdp"
         for _, block in find_blocks(model):
@@ -113,7 +109,7 @@ def share_weights(engine: Engine, model: nn.Module, ledger: FakeLedger, mesh: De
         ledger.name(list(model.parameters()), "weights")
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
+def trained_weights(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights that get gradients."""
     return [weight for weight in model.parameters() if weight.requires_grad]
 
@@ -139,7 +135,7 @@ class Zero:
         if engine.stage == 3:
             self._shard_weights()
         if engine.stage > 1:
-            for weight in _trained(model):
+            for weight in trained_weights(model):
                 weight.register_post_accumulate_grad_hook(self._reduce)
         for group in optimizer.param_groups:
             group["params"] = [self._master(weight) for weight in group["params"]]
@@ -151,16 +147,16 @@ class Zero:
     def _shard_weights(self) -> None:
         """Record the shards of ZeRO-3, their gradients, and what is gathered."""
         weights = list(self.model.parameters())
-        gathered = min(self.engine.live, _elements(weights))
+        gathered = min(self.engine.live, elements(weights))
         for _, leaf in whole_modules(self.model):
-            gathered = max(gathered, _elements(leaf.parameters()))
+            gathered = max(gathered, elements(leaf.parameters()))
         for module in self.model.modules():
-            gathered = max(gathered, _elements(module.parameters(recurse=False)))
+            gathered = max(gathered, elements(module.parameters(recurse=False)))
         self.ledger.hold(gathered * weights[0].itemsize, "gathered")
         if not self.engine.offload_weights:
             self.ledger.hold(self._part(weights), "weights")
         if not self.engine.offload_optimizer:
-            self.ledger.hold(self._part(_trained(self.model)), "gradients")
+            self.ledger.hold(self._part(trained_weights(self.model)), "gradients")
         self.ledger.hold(self.bucket, "communication")
         for weight in weights:
             self.ledger.drop(weight)
@@ -197,5 +193,6 @@ class Zero:
             self.model.zero_grad(set_to_none=True)
 
 
-def _elements(weights: Iterable[Tensor]) -> int:
+def elements(weights: Iterable[Tensor]) -> int:
+    """Return the number of elements of weights together."""
     return sum(weight.numel() for weight in weights)

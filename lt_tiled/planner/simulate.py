@@ -22,7 +22,7 @@ from lt_tiled._log import quiet
 from lt_tiled._prepare import AppliesPolicies, Prepared
 from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import OffloadStats
-from lt_tiled.planner.engines import Engine, Zero, mesh_of, share_weights
+from lt_tiled.planner.engines import Engine, Zero, elements, mesh_of, share_weights, trained_weights
 from lt_tiled.planner.fake import FakeLedger, fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
@@ -30,18 +30,8 @@ from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.cut import tiles_to_run
 from lt_tiled.training_step.step import shape_of, stepped_on, training_loss
 
-PARTS = (
-    "weights",
-    "gradients",
-    "optimizer",
-    "gathered",
-    "communication",
-    "block inputs",
-    "attention",
-    "MLP",
-    "loss",
-    "rest",
-)
+_OF_WEIGHTS = ("weights", "gradients", "optimizer", "gathered", "communication")
+PARTS = (*_OF_WEIGHTS, "block inputs", "attention", "MLP", "loss", "rest")
 """What memory is used for, in display order."""
 
 
@@ -154,8 +144,8 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
         # What exists before the step.
         fake_weights(module, torch.float32 if engine.mixed else None)
         ledger.name([*module.parameters(), *module.buffers()], "weights")
-        weights = sum(p.numel() for p in module.parameters())
-        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        weights = elements(module.parameters())
+        trained = elements(trained_weights(module))
         share_weights(engine, module, ledger, mesh)
         prepared = stack.enter_context(_prepare(module, settings, ledger))
         optimizer = _optimizer_of(module, settings.gpu)

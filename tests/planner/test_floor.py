@@ -28,10 +28,8 @@ MODELS: dict[str, tuple[dict[str, Any], float]] = {
             "n_layer": LAYERS,
             "n_head": 25,
             "n_positions": TOKENS,
-            "resid_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-        },
+        }
+        | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0),
         1.15,
     ),
     # The norms of its queries and keys save their inputs, 6 GiB, and so does the norm behind attention, 5 GiB.

@@ -106,16 +106,10 @@ def test_peak(model: str, run: str, request: pytest.FixtureRequest) -> None:
 
 def made(engine: str, tiled: bool, **options: Any) -> Any:
     """A strategy; DeepSpeed's with buckets as small as the model, which by default are larger than all the rest."""
-    chosen = strategy(
-        lt_tiled,
-        engine,
-        **(
-            {"tiling": TILES, "activation_checkpointing": True}
-            if tiled
-            else {"tiling": None, "activation_checkpointing": False}
-        )
-        | options,
-    )
+    policies: dict[str, Any] = {"tiling": None, "activation_checkpointing": False}
+    if tiled:
+        policies = {"tiling": TILES, "activation_checkpointing": True}
+    chosen = strategy(lt_tiled, engine, **policies | options)
     if engine.startswith("zero"):
         chosen.config["zero_optimization"] |= {"reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000}
     return chosen
