@@ -56,11 +56,8 @@ def compile_blocks(model: nn.Module, backend: str) -> nn.Module:
 OFFLOAD: dict[str, Any] = {"offload": "cpu", "keep_last": 0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "tiles": {"tiling": Tiling(num_shards=4), "activation_checkpointing": False},
-    "recompute": {"tiling": None, "activation_checkpointing": True},
     "offload": {"tiling": Tiling(num_shards=4), "activation_checkpointing": ActivationCheckpointing(**OFFLOAD)},
     "keep attention": {"activation_checkpointing": ActivationCheckpointing(keep="attention")},
-    "keep output": {"activation_checkpointing": ActivationCheckpointing(**OFFLOAD, keep="attention")},
-    "loss": {"tiling": None, "activation_checkpointing": False, "loss": True},
     "all": {"tiling": Tiling(num_shards=4), "activation_checkpointing": True, "loss": True},
 }
 
@@ -97,37 +94,23 @@ def check(model: Any, plain: nn.Module, compiled_code: Counter[tuple[str, str]],
     assert ours <= {"method"}  # which breaks the graph at patches
 
 
-def compared(name: str, backend: str, compiled_code: Counter[tuple[str, str]], first: bool = False) -> None:
-    """Compare compiled blocks, which are compiled before or after they are prepared."""
+@pytest.mark.table("aot_eager-(keep attention|all)")
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_blocks(name: str, backend: str, compiled_code: Counter[tuple[str, str]]) -> None:
+    """Compiled blocks, whether they are compiled before or after they are prepared, have the losses and gradients of
+    the plain model with each setting. The compiler makes code in the first two lengths and none after them, and none of
+    what lt_tiled does around the blocks.
+    """
     torch.manual_seed(0)
     model = tiny_llama()
     plain = copy.deepcopy(model)
-    if first:
+    if name == "offload":
         compile_blocks(model, backend)
     with prepare(model, **SETTINGS[name]):
-        check(model if first else compile_blocks(model, backend), plain, compiled_code)
-
-
-@pytest.mark.table("keep attention|all")
-@pytest.mark.parametrize("name", SETTINGS)
-def test_compiled_blocks(name: str, compiled_code: Counter[tuple[str, str]]) -> None:
-    """Compiled blocks have the losses and gradients of the plain model with each setting. The compiler makes code in
-    the first two lengths and none after them, and none of what lt_tiled does around the blocks.
-    """
-    compared(name, "aot_eager", compiled_code)
-
-
-@pytest.mark.full
-def test_compiled_first(compiled_code: Counter[tuple[str, str]]) -> None:
-    """A model that is compiled before it is prepared trains like one that is compiled after that."""
-    compared("offload", "aot_eager", compiled_code, first=True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["keep output", "all"])
-def test_inductor(name: str, compiled_code: Counter[tuple[str, str]]) -> None:
-    """Inductor's code for blocks, which saves other tensors than the code it is made of, is that of the recompute."""
-    compared(name, "inductor", compiled_code)
+        if name != "offload":
+            compile_blocks(model, backend)
+        check(model, plain, compiled_code)
 
 
 def test_no_break_at_attention(compiled_code: Counter[tuple[str, str]]) -> None:
@@ -176,49 +159,32 @@ def test_a_graph_without_breaks_is_refused() -> None:
 
 def compiled_step(model: Any, backend: str) -> Callable[[Tensor], Tensor]:
     """A training step compiled with its backward pass, at which torch breaks the graph."""
-
-    def step(ids: Tensor) -> Tensor:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return loss.detach()
-
+    step = partial(differentiated, lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
     return torch.compile(step, backend=backend)
 
 
-def compiled_forward(model: Any, backend: str) -> Callable[[Tensor], Tensor]:
-    """A training step of which the model and the loss are compiled as one function."""
-    forward = torch.compile(lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss, backend=backend)
-    return partial(differentiated, forward)
-
-
-def compiled_tiled_loss(model: Any, backend: str) -> Callable[[Tensor], Tensor]:
+def compiled_loss(model: Any, backend: str) -> Callable[[Tensor], Tensor]:
     """A training step with lt_tiled's loss in a function that is compiled."""
-    head = model.lm_head.weight
 
     def loss(hidden: Tensor, ids: Tensor) -> Tensor:
-        return tiled_linear_cross_entropy(hidden * 1.0, head, ids, shift=True)
+        return tiled_linear_cross_entropy(hidden * 1.0, model.lm_head.weight, ids, shift=True)
 
     compiled = torch.compile(loss, backend=backend)
     return partial(differentiated, lambda ids: compiled(model.model(input_ids=ids, use_cache=False)[0], ids))
 
 
-FUNCTIONS = {
-    "step": compiled_step,
-    "forward": compiled_forward,
-    "tiled loss": compiled_tiled_loss,
-}
-
-
-@pytest.mark.table("aot_eager-all-tiled loss")
+@pytest.mark.table("compiled_loss-.*")
 @pytest.mark.parametrize(
-    ("backend", "name", "what"),
+    ("what", "name", "backend"),
     [
-        *(("eager", name, "step") for name in ("tiles", "offload", "keep attention")),
-        *(("aot_eager", "all", what) for what in ("forward", "tiled loss")),
-        ("inductor", "all", "step"),
+        (compiled_step, "tiles", "eager"),
+        (compiled_step, "offload", "eager"),
+        (compiled_step, "keep attention", "eager"),
+        (compiled_step, "all", "inductor"),
+        (compiled_loss, "all", "aot_eager"),
     ],
 )
-def test_compiled_functions(what: str, name: str, backend: str, compiled_code: Counter[tuple[str, str]]) -> None:
+def test_compiled_functions(what: Any, name: str, backend: str, compiled_code: Counter[tuple[str, str]]) -> None:
     """A training step or a loss that is compiled around a prepared model has the losses and gradients of the plain
     model, and the compiler makes no code of lt_tiled's, not even in the backward pass.
     """
@@ -226,4 +192,4 @@ def test_compiled_functions(what: str, name: str, backend: str, compiled_code: C
     model = tiny_llama()
     plain = copy.deepcopy(model)
     with prepare(model, **SETTINGS[name]):
-        check(model, plain, compiled_code, FUNCTIONS[what](model, backend))
+        check(model, plain, compiled_code, what(model, backend))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -80,13 +78,18 @@ def test_a_model_with_nothing_to_tile_trains(caplog: pytest.LogCaptureFixture) -
 
 
 class Recomputes(Stack):
-    """Applies torch's activation checkpointing to its blocks itself."""
+    """Applies torch's activation checkpointing to its blocks itself: to each, or to both together, as timm's
+    ``checkpoint_seq`` does with a segment.
+    """
 
-    reentrant = False
+    how = "each"
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.how == "segment":
+            output: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+            return output
         for layer in self:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+            x = checkpoint(layer, x, use_reentrant=self.how == "reentrant")
         return x
 
 
@@ -96,76 +99,14 @@ def flops(net: nn.Module, x: Tensor) -> int:
     return ledger.flops
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_model_that_recomputes_its_blocks(reentrant: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("how", ["each", "reentrant", "segment"])
+def test_a_model_that_recomputes_its_blocks(how: str, caplog: pytest.LogCaptureFixture) -> None:
     """Its blocks are left to it, with one line, and cost the FLOPs of its own checkpointing."""
     torch.manual_seed(0)
     net, x = Recomputes(Layer(GatedMLP()), Layer(GatedMLP())), randn(2, 32, H).requires_grad_()
-    net.reentrant = reentrant
-    own, true = flops(net, x), reference(net, x)
-    with prepare(net, activation_checkpointing=ActivationCheckpointing()):
-        assert flops(net, x) == own
-        assert worst(gradients(net, x), true) < EXACT
-    assert caplog.text.count("Layer is left to the activation checkpointing that its model applies itself") == 1
-
-
-class Segmented(Recomputes):
-    """Recomputes both blocks together, as timm's ``checkpoint_seq`` does with a segment."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = checkpoint(super(Recomputes, self).forward, x, use_reentrant=False)
-        return output
-
-
-def test_a_model_that_recomputes_a_segment() -> None:
-    """Blocks in a segment that is recomputed cost what they cost without us."""
-    torch.manual_seed(0)
-    net, x = Segmented(Layer(GatedMLP()), Layer(GatedMLP())), randn(2, 32, H).requires_grad_()
+    net.how = how
     own, true = flops(net, x), gradients(net, x)
     with prepare(net, tiling=False, activation_checkpointing=ActivationCheckpointing()):
         assert flops(net, x) == own
         assert worst(gradients(net, x), true) < EXACT
-
-
-def peak(net: nn.Module, x: Tensor) -> tuple[int, int]:
-    """The FLOPs and the peak of live bytes of a later step."""
-    net(x).last_hidden_state.square().mean().backward()
-    net.zero_grad()
-    with Ledger() as ledger:
-        net(x).last_hidden_state.square().mean().backward()
-    return ledger.flops, ledger.peak
-
-
-def test_a_model_with_stages_needs_less_than_its_own_checkpointing() -> None:
-    """Swin takes fewer FLOPs than with its own activation checkpointing, and less memory with tiles."""
-    from transformers import SwinConfig, SwinModel
-
-    torch.manual_seed(0)
-    sizes = {"embed_dim": 16, "depths": [2, 2], "num_heads": [1, 2], "image_size": 64, "window_size": 4}
-    net, x = SwinModel(SwinConfig(**sizes, hidden_size=32)).train(), randn(1, 3, 64, 64)
-    net.gradient_checkpointing_enable()
-    flops, memory = peak(net, x)
-    net.gradient_checkpointing_disable()
-    with prepare(net, tiling=4, activation_checkpointing=True):
-        tiled_flops, tiled_memory = peak(net, x)
-    assert tiled_flops <= flops
-    assert tiled_memory < memory
-
-
-def _names(net: nn.Module) -> Any:
-    from lt_tiled.modules.blocks import find_blocks
-
-    return [type(block).__name__ for _, block in find_blocks(net)]
-
-
-@pytest.mark.parametrize("kind", ["Swin", "ConvNext", "PvtV2"])
-def test_blocks_of_stages(kind: str) -> None:
-    """The blocks of a model with stages are the layers in them, also where a stage has one."""
-    import transformers
-
-    names = {"Swin": "SwinLayer", "ConvNext": "ConvNextLayer", "PvtV2": "PvtV2BlockLayer"}
-    config = getattr(transformers, f"{kind}Config")
-    sizes = {"Swin": {"depths": [1, 2, 2]}, "ConvNext": {"depths": [1, 2], "hidden_sizes": [8, 16], "num_stages": 2}}
-    with torch.device("meta"):
-        net = getattr(transformers, f"{kind}Model")(config(**sizes.get(kind, {})))
-    assert set(_names(net)) == {names[kind]}
+    assert caplog.text.count("Layer is left to the activation checkpointing that its model applies itself") == 1

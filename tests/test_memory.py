@@ -24,33 +24,19 @@ def test_cpu_peak_is_of_the_span() -> None:
 
 @pytest.mark.parametrize("device", ["second", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_peak_of_an_accelerator_is_of_the_span(device: str) -> None:
-    """On an accelerator the peak is what its allocator handed out at most since the reset."""
+    """On an accelerator the peak is what its allocator handed out at most since the reset, on that device alone."""
     memory = PeakMemory(torch.device(device, 0))
     held = torch.ones(64 * MIB, dtype=torch.uint8, device=device)
     memory.reset()
     torch.ones(128 * MIB, dtype=torch.uint8, device=device)
-    assert memory.read() == torch.get_device_module(device).memory_allocated() + 128 * MIB
+    other = torch.ones(256 * MIB, dtype=torch.uint8, device="second:1") if device == "second" else None
+    assert memory.read() == torch.get_device_module(device).memory_allocated(0) + 128 * MIB
     assert memory.describe(memory.read()).endswith(f"(allocated on {device}:0)")
-    assert held.nbytes == 64 * MIB
+    del held, other
 
 
-@pytest.mark.parametrize("device", ["second"], indirect=True)
-def test_peak_of_one_of_two_accelerators(device: str) -> None:
-    """The peak is that of the device that is asked for, and not of another one in the process."""
-    memories = [PeakMemory(torch.device(device, index)) for index in range(2)]
-    before = [memory.read() for memory in memories]
-    held = torch.ones(MIB, dtype=torch.uint8, device=f"{device}:1")
-    assert [memory.read() - peak for memory, peak in zip(memories, before, strict=True)] == [0, held.nbytes]
-
-
-V2, V1 = (
-    ("memory.max", "memory.current", "inactive_file"),
-    (
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
-)
+V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 SLURM = "slurm/uid_1/job_7/step_0"
 
 
@@ -74,12 +60,9 @@ def system(root: Path, groups: str, limits: dict[str, int], names: tuple[str, st
         ("", {}, V2, 100),
         ("0::/\n", {".": 10}, V2, 8),  # a container
         (f"0::/{SLURM}\n", {SLURM: 0, "slurm/uid_1/job_7": 10, "slurm": 40}, V2, 8),  # the limit is above it
-        (f"0::/{SLURM}\n", {SLURM: 20, "slurm": 40}, V2, 18),
         ("0::/kubepods/pod1/c1\n", {".": 10}, V2, 8),  # the path of the host, in a container
         ("4:memory:/docker/a1\n0::/\n", {"memory/docker/a1": 10, "memory": 2**33}, V1, 8),
         ("4:cpu,memory:/a1/b2\n", {"memory/a1": 10, "memory/a1/b2": 20}, V1, 8),
-        ("4:memory:/docker/a1\n", {"memory": 10}, V1, 8),
-        ("5:cpu:/a1\n", {"a1": 1}, V1, 100),
         ("0::/a\n", {"a": 1}, V2, 0),  # uses more than the limit, for a moment
     ],
 )

@@ -29,43 +29,31 @@ def batch(seed: int, tokens: int = 30) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.randn(2, tokens, H, generator=generator), weight, labels, bias
 
 
-def pairs() -> list[tuple[Any, Any]]:
-    return [
-        (TiledPerplexity(num_shards=4), Perplexity(ignore_index=-100)),
-        *(
-            (TiledTokenAccuracy(top_k=k, num_shards=4), MulticlassAccuracy(VOCAB, k, "micro", ignore_index=-100))
-            for k in (1, 5)
-        ),
-    ]
-
-
 def measured() -> list[tuple[float, float]]:
     """Over two batches of this rank; torchmetrics gets the full logits."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found = []
-    for tiled, whole in pairs():
+    found: list[tuple[float, float]] = []
+    for top_k in (None, 1, 5):
+        tiled: Any = TiledTokenAccuracy(top_k=top_k, num_shards=4) if top_k else TiledPerplexity(num_shards=4)
+        whole: Any = Perplexity(ignore_index=-100)
+        if top_k:
+            whole = MulticlassAccuracy(VOCAB, top_k, "micro", ignore_index=-100)
         for seed in (2 * rank, 2 * rank + 1):
             hidden, weight, labels, bias = batch(seed, 30 + rank)
             logits = F.linear(hidden, weight, bias)
             tiled.update(hidden, weight, labels, bias)
-            whole.update(logits, labels) if isinstance(whole, Perplexity) else whole.update(
-                logits.flatten(0, 1), labels.flatten()
-            )
+            whole.update(*((logits.flatten(0, 1), labels.flatten()) if top_k else (logits, labels)))
         found.append((float(tiled.compute()), float(whole.compute())))
     return found
 
 
-def test_equal_to_torchmetrics() -> None:
-    """Perplexity and top-k accuracy over two batches with ignored labels are torchmetrics' own of the full logits."""
-    for tiled, whole in measured():
-        assert tiled == pytest.approx(whole, rel=1e-5)
-
-
-def test_synchronised_over_ranks(world: World) -> None:
-    """Over two ranks with batches of their own, both give torchmetrics' value over all of them."""
+def test_equal_to_torchmetrics(world: World) -> None:
+    """Perplexity and top-k accuracy over two batches with ignored labels are torchmetrics' own of the full logits, on
+    one process and over two ranks with batches of their own.
+    """
     first, second = world(measured)
     assert first == second
-    for tiled, whole in first:
+    for tiled, whole in (*first, *measured()):
         assert tiled == pytest.approx(whole, rel=1e-5)
 
 
@@ -89,13 +77,6 @@ def test_no_full_logits() -> None:
         assert peak_bytes(lambda m=metric: m.update(hidden, weight, labels)) <= 4 * 256 * vocab / 4 * 1.2
 
 
-def test_bad_top_k() -> None:
-    """``top_k`` of nothing, or of a part, is refused."""
-    for value in (0, 1.5):
-        with pytest.raises(ValueError, match=f"top_k={value} must be an integer of at least 1"):
-            TiledTokenAccuracy(top_k=value)  # type: ignore[arg-type]
-
-
 def test_ignored_class() -> None:
     """Where the label to ignore is a class, its tokens neither count nor hit."""
     metric = TiledTokenAccuracy(ignore_index=0, num_shards=2)
@@ -103,13 +84,16 @@ def test_ignored_class() -> None:
     assert float(metric.compute()) == 1.0
 
 
-def test_refused_batch() -> None:
-    """A batch whose shapes do not fit is refused, and counts for nothing."""
+def test_refused() -> None:
+    """A batch whose shapes do not fit is refused, and counts for nothing. So is a ``top_k`` that is no number."""
     hidden, weight, labels, _ = batch(0)
     for metric in (TiledPerplexity(), TiledTokenAccuracy()):
         with pytest.raises(ValueError, match="labels and bias have the shapes"):
             metric.update(hidden, weight, labels[:, 1:])
         assert int(metric.count) == 0
+    for value in (0, 1.5):
+        with pytest.raises(ValueError, match=f"top_k={value} must be an integer of at least 1"):
+            TiledTokenAccuracy(top_k=value)  # type: ignore[arg-type]
 
 
 @pytest.mark.low_precision

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -35,38 +37,43 @@ def test_release_leaves_the_model_as_it_was() -> None:
     assert state(model) == before
 
 
-@pytest.mark.parametrize(
-    ("tiling", "activation_checkpointing"),
-    [
-        (Tiling(targets="nothing"), None),
-        (None, ActivationCheckpointing("nothing")),
-        (Tiling(4), ActivationCheckpointing("nothing")),
-    ],
-)
-def test_an_error_leaves_the_model_as_it_was(
-    tiling: Tiling | None, activation_checkpointing: ActivationCheckpointing | None
-) -> None:
-    """A policy that names what is not there changes nothing."""
-    model = TinyLM()
-    before = state(model)
-    with pytest.raises(ValueError, match="'nothing' matches no module"):
-        prepare(model, tiling=tiling, activation_checkpointing=activation_checkpointing)
-    assert state(model) == before
-
-
-def test_an_error_while_marking_leaves_the_model_as_it_was() -> None:
-    """If the second of two modules cannot be tiled, the first one is not left tiled."""
+def with_a_capacity() -> nn.Module:
     model = nn.ModuleList([GatedMLP(), GatedMLP()])
     model[1].expert_capacity = 4
+    return model
+
+
+def of_lists() -> nn.Module:
+    model = nn.Sequential(nn.Linear(16, 16))
+    model.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(16), GatedMLP()]) for _ in range(2))
+    return model
+
+
+REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
+    (TinyLM, {"tiling": Tiling(targets="nothing")}, "'nothing' matches no module"),
+    (TinyLM, {"tiling": 4, "activation_checkpointing": ActivationCheckpointing("nothing")}, "matches no module"),
+    (TinyLM, {"tiling": "many"}, "num_shards='many' must be 'auto' or an integer of at least 1"),
+    (with_a_capacity, {"tiling": Tiling(4, targets=["0", "1"])}, r"1 \(GatedMLP\) cannot be tiled"),
+    (of_lists, {"activation_checkpointing": True}, "ActivationCheckpointing found no blocks in Sequential"),
+    (of_lists, {"activation_checkpointing": ActivationCheckpointing("layers.?")}, r"'layers.\?' matches no module"),
+]
+
+
+@pytest.mark.parametrize(("build", "policies", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_an_error_leaves_the_model_as_it_was(
+    build: Callable[[], nn.Module], policies: dict[str, Any], message: str
+) -> None:
+    """Policies that name what is not there, or cannot be prepared as a list of parts, change nothing."""
+    model = build()
     before = state(model)
-    with pytest.raises(ValueError, match=r"1 \(GatedMLP\) cannot be tiled"):
-        prepare(model, tiling=Tiling(4, targets=["0", "1"]))
+    with pytest.raises(ValueError, match=message):
+        prepare(model, **policies)
     assert state(model) == before
 
 
 def test_report() -> None:
     """The report lists every tiled module with the tiles of its largest call, and every block; its table and line show
-    them.
+    them. That of a plain model says so.
     """
     model = TinyLM()
     with prepare(model, tiling=Tiling(4), activation_checkpointing=True) as prepared:
@@ -91,19 +98,21 @@ def test_report() -> None:
         ["48", ""],
         ["4", ""],
     ]
-
-
-def test_report_of_a_plain_model() -> None:
-    """A model that nothing was done to has an empty report that says so."""
     assert Report.of(TinyLM()) == Report((), ())
     assert Report.of(TinyLM()).summary() == "lt_tiled changes nothing in the model"
 
 
-def test_a_module_tiled_by_hand_keeps_its_tiles() -> None:
-    """What was tiled by hand before keeps its own policy, and stays tiled after the release."""
+def test_what_is_prepared_already(caplog: pytest.LogCaptureFixture) -> None:
+    """What was tiled by hand keeps its own policy, and stays tiled after the release. A second call, which changes
+    nothing, says so, and is an error where it asks for more.
+    """
     model = TinyLM()
     tile(model.blocks[0].mlp, num_shards=2)
-    with prepare(model, tiling=Tiling(6)) as prepared:
+    with prepare(model, tiling=6, activation_checkpointing=True) as prepared:
+        prepare(model, tiling=Tiling(8)).release()
+        assert "2 modules of TinyLM are prepared already: release what prepared them first" in caplog.text
+        with pytest.raises(ValueError, match="offload='disk' has no effect: 2 modules of TinyLM are prepared already"):
+            prepare(model, activation_checkpointing=ActivationCheckpointing(offload="disk"))
         model(IDS)
         assert [row.tiles for row in prepared.report().tiled] == [2, 6]
     assert "forward" in model.blocks[0].mlp.__dict__
@@ -125,33 +134,3 @@ def test_a_copied_model_trains_apart() -> None:
         assert all(torch.allclose(e, (b + p) / 2) for e, b, p in averages)
         assert torch.allclose(ema(IDS), ema.module(IDS))
         assert not torch.allclose(ema(IDS), model(IDS))
-
-
-def test_containers_are_no_blocks() -> None:
-    """Layers that are lists of parts cannot be checkpointed: ``"auto"`` says that it found none, as a name does."""
-    model = nn.Sequential(nn.Linear(16, 16))
-    model.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(16), GatedMLP()]) for _ in range(2))
-    with pytest.raises(ValueError, match="ActivationCheckpointing found no blocks in Sequential"):
-        prepare(model, activation_checkpointing=True)
-    with pytest.raises(ValueError, match=r"'layers.\?' matches no module of Sequential"):
-        prepare(model, activation_checkpointing=ActivationCheckpointing(targets="layers.?"))
-    with prepare(model, tiling=Tiling(2)) as prepared:
-        assert [row.path for row in prepared.report().tiled] == ["layers.0.1", "layers.1.1"]
-
-
-def test_short_forms(caplog: pytest.LogCaptureFixture) -> None:
-    """Policies have the short forms of strategies, and a second call, which changes nothing, says so."""
-    model = TinyLM()
-    with prepare(model, tiling=2, activation_checkpointing=True) as prepared:
-        model(IDS)
-        report = prepared.report()
-        assert [row.tiles for row in report.tiled] == [2, 2]
-        assert len(report.blocks) == 2
-        prepare(model, tiling=Tiling(8)).release()
-        assert "2 modules of TinyLM are prepared already: release what prepared them first" in caplog.text
-        model(IDS)
-        assert [row.tiles for row in prepared.report().tiled] == [2, 2]
-    with prepare(model, tiling=False, activation_checkpointing=False) as nothing:
-        assert nothing.report().tiled == ()
-    with pytest.raises(ValueError, match="num_shards='many' must be 'auto' or an integer of at least 1"):
-        prepare(model, tiling="many")
