@@ -1,7 +1,5 @@
-"""Small random instances of architectures from transformers, each with inputs that give a loss.
-
-The first forty were there when 0.1.0 was written; the others were chosen to be as different from them, and from each
-other, as transformers has them.
+"""Small random instances of architectures from transformers, as different from each other as transformers has them,
+each with inputs that give a loss.
 """
 
 from __future__ import annotations
@@ -42,13 +40,13 @@ _VISION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One row of the table: how to build it, what it is fed, and what ``auto`` must find."""
+    """One row of the table: how to build it, and what it is fed."""
 
     model: str
     config: str
     fields: dict[str, Any]
-    finds: dict[str, str]
-    """Path, with stars for numbers, to class."""
+    finds: bool = True
+    """Whether ``auto`` finds MLPs. ``docs/models.md`` says which."""
     inputs: Callable[[Any], dict[str, torch.Tensor]] | None = None
     error: float = 1e-7
     """Relative, in float64; more where the model computes a part in float32 whatever its weights are."""
@@ -143,20 +141,27 @@ def _qwen3_vl_images(model: Any) -> dict[str, torch.Tensor]:
     return {**inputs, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": kinds}
 
 
-def _causal(
-    name: str, mlp: str, path: str = "model.layers.*.mlp", error: float = 1e-7, more_flops: str = "", **fields: Any
-) -> Architecture:
-    fields, finds = {**_SIZES, **fields}, {path: mlp}
-    return Architecture(f"{name}ForCausalLM", f"{name}Config", fields, finds, error=error, more_flops=more_flops)
+def _of(model: str, config: str = "", finds: bool = True, error: float = 1e-7, **more: Any) -> Architecture:
+    """Return a row of a class of transformers. Its config is named as the class is, unless another one is given."""
+    inputs, why, base = more.pop("inputs", None), more.pop("more_flops", ""), more.pop("base", _SIZES)
+    config = config or model.partition("For")[0] + "Config"
+    return Architecture(model, config, {**base, **more}, finds, inputs, error, why)
 
 
-def _masked(name: str, finds: dict[str, str], more_flops: str = "", **fields: Any) -> Architecture:
-    return Architecture(f"{name}ForMaskedLM", f"{name}Config", {**_SIZES, **fields}, finds, more_flops=more_flops)
+def _causal(name: str, config: str = "", **more: Any) -> Architecture:
+    return _of(f"{name}ForCausalLM", config, **more)
 
 
-def _vision(name: str, finds: dict[str, str], more_flops: str = "", **fields: Any) -> Architecture:
-    kind = f"{name}ForImageClassification"
-    return Architecture(kind, f"{name}Config", {**_VISION, **fields}, finds, _images, more_flops=more_flops)
+def _masked(name: str, **more: Any) -> Architecture:
+    return _of(f"{name}ForMaskedLM", **more)
+
+
+def _vision(name: str, **more: Any) -> Architecture:
+    return _of(f"{name}ForImageClassification", inputs=_images, **{"base": _VISION, **more})
+
+
+def _seq2seq(name: str, **more: Any) -> Architecture:
+    return _of(f"{name}ForConditionalGeneration", **more)
 
 
 _DEEPSEEK = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
@@ -171,6 +176,11 @@ _WHISPER = {**_STACKS, "num_mel_bins": 16, "max_source_positions": LENGTH, "max_
 _WHISPER |= {"pad_token_id": 0, "decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
 _BART = {**_STACKS, "max_position_embeddings": LENGTH}
 _OPT = {"ffn_dim": WIDE, "word_embed_proj_dim": H}
+_FALCON = {name: value for name, value in _SIZES.items() if name != "head_dim"}
+_MPT = {"vocab_size": VOCAB, "d_model": H, "n_heads": 1, "n_layers": 2, "max_seq_len": LENGTH}
+_LLAMA_4 = {"intermediate_size_mlp": WIDE, "interleave_moe_layer_step": 2}
+_GEMMA_3 = {"text_config": _SIZES, "vision_config": _VISION, "mm_tokens_per_image": 16, "image_token_id": 1}
+_MOBILE_BERT = {"embedding_size": H, "intra_bottleneck_size": 16, "num_feedforward_networks": 2}
 _SEES = {"depth": 2, "hidden_size": H, "intermediate_size": WIDE, "num_heads": HEADS, "patch_size": 8}
 _SEES |= {"out_hidden_size": H, "spatial_merge_size": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
 _QWEN3_VL = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4}
@@ -191,14 +201,15 @@ _GEMMA_3N = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input":
 _GEMMA_3N |= {"laurel_rank": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA_3N |= {"activation_sparsity_pattern": [0.9, 0.0]}
 _LONGCAT = {"ffn_hidden_size": WIDE, "expert_ffn_hidden_size": WIDE, "moe_topk": 2, "zero_expert_num": 1}
-_LONGCAT |= {"num_layers": 1}
+_LONGCAT = _DEEPSEEK | _LONGCAT | {"num_layers": 1}
 _WAV2VEC2: dict[str, Any] = {"hidden_size": H, "intermediate_size": WIDE, "num_hidden_layers": 2}
 _WAV2VEC2 |= {"num_attention_heads": HEADS, "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (5, 2)}
 _WAV2VEC2 |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
 _WAV2VEC2 |= {"classifier_proj_size": 8, "apply_spec_augment": False, "layerdrop": 0.0}
 _WAV2VEC2_BERT = {**_WAV2VEC2, "feature_projection_input_dim": 16, "conv_depthwise_kernel_size": 7}
-_SWIN = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
+_SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "num_attention_heads": [2, 4]}
 _LEVIT = {"image_size": 64, "hidden_sizes": [16, 16, 32], "num_attention_heads": [2, 2, 4], "depths": [1, 1, 1]}
+_LEVIT |= {"key_dim": [8] * 3}
 _HIERA = {"embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2], "image_size": [64, 64], "num_query_pool": 1}
 _FEW_PATCHES = {**_VISION, "patch_size": 16}
 _CLIP = {"text_config": {**_SIZES, "eos_token_id": 2}, "vision_config": _FEW_PATCHES, "projection_dim": 16}
@@ -214,279 +225,105 @@ _POST_NORM = "the norm of the sum with the residual reads it"
 _LAYER_SCALE = "the gradient of its scale, which is no module, reads it"
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "Llama": _causal("Llama", "LlamaMLP"),
-    "Qwen 2": _causal("Qwen2", "Qwen2MLP"),
-    "Qwen 3": _causal("Qwen3", "Qwen3MLP"),
-    "Mistral": _causal("Mistral", "MistralMLP"),
-    "Phi-3": _causal("Phi3", "Phi3MLP"),
-    "Phi": _causal("Phi", "PhiMLP"),
-    "Gemma": _causal("Gemma", "GemmaMLP", error=1e-6),
-    "Gemma 2": _causal("Gemma2", "Gemma2MLP", error=1e-6),
-    "Gemma 3": Architecture(
-        "Gemma3ForCausalLM", "Gemma3TextConfig", _SIZES, {"model.layers.*.mlp": "Gemma3MLP"}, error=1e-6
+    "Llama": _causal("Llama"),
+    "Qwen 2": _causal("Qwen2"),
+    "Qwen 3": _causal("Qwen3"),
+    "Mistral": _causal("Mistral"),
+    "Phi-3": _causal("Phi3"),
+    "Phi": _causal("Phi"),
+    "Gemma": _causal("Gemma", error=1e-6),
+    "Gemma 2": _causal("Gemma2", error=1e-6),
+    "Gemma 3": _causal("Gemma3", "Gemma3TextConfig", error=1e-6),
+    "GPT-2": _of("GPT2LMHeadModel", "GPT2Config", base=_GPT2, more_flops=_LAST),
+    "GPT-J": _causal("GPTJ", base=_GPT2, rotary_dim=4, error=1e-6),
+    "GPT-NeoX": _causal("GPTNeoX"),
+    "OPT": _causal("OPT", finds=False, **_OPT),
+    "OPT, post-norm": _causal("OPT", finds=False, **_OPT, do_layer_norm_before=False),
+    "Falcon": _causal("Falcon", base=_FALCON, ffn_hidden_size=WIDE, more_flops=_LAST),
+    "BLOOM": _causal("Bloom", more_flops=_LAST, n_head=HEADS, n_layer=2),
+    "MPT": _causal("Mpt", base=_MPT, more_flops=_LAST),
+    "OLMo 2": _causal("Olmo2"),
+    "GLM-4": _causal("Glm4"),
+    "Cohere": _causal("Cohere"),
+    "Granite": _causal("Granite"),
+    "EXAONE 4": _causal("Exaone4"),
+    "SmolLM 3": _causal("SmolLM3"),
+    "StarCoder 2": _causal("Starcoder2"),
+    "Mixtral": _causal("Mixtral", **_EXPERTS),
+    "Qwen 2 MoE": _causal("Qwen2Moe", **_EXPERTS, shared_expert_intermediate_size=WIDE),
+    "Qwen 3 MoE": _causal("Qwen3Moe", **_EXPERTS),
+    "GPT-OSS": _causal("GptOss", **_EXPERTS),
+    "DeepSeek V3": _causal("DeepseekV3", **_DEEPSEEK, error=1e-6, more_flops=_LAST),
+    "OLMoE": _causal("Olmoe", **_EXPERTS),
+    "Granite MoE": _causal("GraniteMoe", **_EXPERTS),
+    "Llama 4 (text)": _causal("Llama4", "Llama4TextConfig", more_flops=_LAST, **_EXPERTS, **_LLAMA_4),
+    "T5": _seq2seq("T5", base=_T5, more_flops=_LAST),
+    "BART": _seq2seq("Bart", finds=False, base=_BART),
+    "BERT": _masked("Bert"),
+    "RoBERTa": _masked("Roberta", max_position_embeddings=LENGTH + 2),
+    "ViT": _vision("ViT"),
+    "Whisper": _seq2seq("Whisper", finds=False, base=_WHISPER, inputs=_speech),
+    "Qwen 3-VL": _seq2seq("Qwen3VL", base=_QWEN3_VL, inputs=_qwen3_vl_images),
+    "Gemma 3 (image and text)": _seq2seq("Gemma3", base=_GEMMA_3, inputs=_gemma3_images, error=1e-6),
+    "GPT-Neo": _causal("GPTNeo", base=_GPT_NEO, error=1e-6),  # its attention computes in float32
+    "StableLM, parallel": _causal("StableLm", use_parallel_residual=True, qk_layernorm=True),
+    "Nemotron": _causal("Nemotron"),
+    "OLMo": _causal("Olmo"),
+    "DiffLlama": _causal("DiffLlama"),
+    "Doge": _causal("Doge", more_flops="the residual is scaled after it, and saved for that"),
+    "Apertus": _causal("Apertus"),
+    "NanoChat": _causal("NanoChat"),
+    "Gemma 3n": _causal(
+        "Gemma3n", "Gemma3nTextConfig", **_GEMMA_3N, error=1e-6, more_flops="AltUp and the per-layer inputs read it"
     ),
-    "GPT-2": Architecture("GPT2LMHeadModel", "GPT2Config", _GPT2, {"transformer.h.*.mlp": "GPT2MLP"}, more_flops=_LAST),
-    "GPT-J": Architecture(
-        "GPTJForCausalLM", "GPTJConfig", {**_GPT2, "rotary_dim": 4}, {"transformer.h.*.mlp": "GPTJMLP"}, error=1e-6
-    ),
-    "GPT-NeoX": _causal("GPTNeoX", "GPTNeoXMLP", "gpt_neox.layers.*.mlp"),
-    "OPT": Architecture("OPTForCausalLM", "OPTConfig", _SIZES | _OPT, {}),
-    "OPT, post-norm": Architecture("OPTForCausalLM", "OPTConfig", _SIZES | _OPT | {"do_layer_norm_before": False}, {}),
-    "Falcon": Architecture(
-        "FalconForCausalLM",
-        "FalconConfig",
-        {name: value for name, value in _SIZES.items() if name != "head_dim"} | {"ffn_hidden_size": WIDE},
-        {"transformer.h.*.mlp": "FalconMLP"},
-        more_flops=_LAST,
-    ),
-    "BLOOM": _causal("Bloom", "BloomMLP", "transformer.h.*.mlp", more_flops=_LAST, n_head=HEADS, n_layer=2),
-    "MPT": Architecture(
-        "MptForCausalLM",
-        "MptConfig",
-        {"vocab_size": VOCAB, "d_model": H, "n_heads": 1, "n_layers": 2, "max_seq_len": LENGTH},
-        {"transformer.blocks.*.ffn": "MptMLP"},
-        more_flops=_LAST,
-    ),
-    "OLMo 2": _causal("Olmo2", "Olmo2MLP"),
-    "GLM-4": _causal("Glm4", "Glm4MLP"),
-    "Cohere": _causal("Cohere", "CohereMLP"),
-    "Granite": _causal("Granite", "GraniteMLP"),
-    "EXAONE 4": _causal("Exaone4", "Exaone4MLP"),
-    "SmolLM 3": _causal("SmolLM3", "SmolLM3MLP"),
-    "StarCoder 2": _causal("Starcoder2", "Starcoder2MLP"),
-    "Mixtral": _causal("Mixtral", "MixtralSparseMoeBlock", **_EXPERTS),
-    "Qwen 2 MoE": _causal("Qwen2Moe", "Qwen2MoeSparseMoeBlock", **_EXPERTS, shared_expert_intermediate_size=WIDE),
-    "Qwen 3 MoE": _causal("Qwen3Moe", "Qwen3MoeSparseMoeBlock", **_EXPERTS),
-    "GPT-OSS": _causal("GptOss", "GptOssMLP", **_EXPERTS),
-    "DeepSeek V3": Architecture(
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        {**_SIZES, **_DEEPSEEK},
-        {"model.layers.*.mlp": "DeepseekV3MLP, DeepseekV3MoE"},
-        error=1e-6,
-        more_flops=_LAST,
-    ),
-    "OLMoE": _causal("Olmoe", "OlmoeSparseMoeBlock", **_EXPERTS),
-    "Granite MoE": _causal("GraniteMoe", "GraniteMoeMoE", "model.layers.*.block_sparse_moe", **_EXPERTS),
-    "Llama 4 (text)": Architecture(
-        "Llama4ForCausalLM",
-        "Llama4TextConfig",
-        {**_SIZES, **_EXPERTS, "intermediate_size_mlp": WIDE, "interleave_moe_layer_step": 2},
-        {"model.layers.*.feed_forward": "Llama4TextMLP, Llama4TextMoe"},
-        more_flops=_LAST,
-    ),
-    "T5": Architecture(
-        "T5ForConditionalGeneration",
-        "T5Config",
-        _T5,
-        {f"{stack}.block.*.layer.*": "T5LayerFF" for stack in ("encoder", "decoder")},
-        more_flops=_LAST,
-    ),
-    "BART": Architecture("BartForConditionalGeneration", "BartConfig", _BART, {}),
-    "BERT": Architecture(
-        "BertForMaskedLM",
-        "BertConfig",
-        _SIZES,
-        {"bert.encoder.layer.*.feed_forward_chunk": "BertLayer.feed_forward_chunk"},
-    ),
-    "RoBERTa": Architecture(
-        "RobertaForMaskedLM",
-        "RobertaConfig",
-        {**_SIZES, "max_position_embeddings": LENGTH + 2},
-        {"roberta.encoder.layer.*.feed_forward_chunk": "RobertaLayer.feed_forward_chunk"},
-    ),
-    "ViT": Architecture("ViTForImageClassification", "ViTConfig", _VISION, {"vit.layers.*.mlp": "ViTMLP"}, _images),
-    "Whisper": Architecture("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER, {}, _speech),
-    "Qwen 3-VL": Architecture(
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLConfig",
-        _QWEN3_VL,
-        {"model.visual.blocks.*.mlp": "Qwen3VLVisionMLP", "model.language_model.layers.*.mlp": "Qwen3VLTextMLP"},
-        _qwen3_vl_images,
-    ),
-    "Gemma 3 (image and text)": Architecture(
-        "Gemma3ForConditionalGeneration",
-        "Gemma3Config",
-        {"text_config": _SIZES, "vision_config": _VISION, "mm_tokens_per_image": 16, "image_token_id": 1},
-        {"model.vision_tower.encoder.layers.*.mlp": "SiglipMLP", "model.language_model.layers.*.mlp": "Gemma3MLP"},
-        _gemma3_images,
-        error=1e-6,
-    ),
-    "GPT-Neo": Architecture(  # its attention computes in float32
-        "GPTNeoForCausalLM", "GPTNeoConfig", _GPT_NEO, {"transformer.h.*.mlp": "GPTNeoMLP"}, error=1e-6
-    ),
-    "StableLM, parallel": _causal("StableLm", "StableLmMLP", use_parallel_residual=True, qk_layernorm=True),
-    "Nemotron": _causal("Nemotron", "NemotronMLP"),
-    "OLMo": _causal("Olmo", "OlmoMLP"),
-    "DiffLlama": _causal("DiffLlama", "DiffLlamaMLP"),
-    "Doge": _causal("Doge", "DogeMLP", more_flops="the residual is scaled after it, and saved for that"),
-    "Apertus": _causal("Apertus", "ApertusMLP"),
-    "NanoChat": _causal("NanoChat", "NanoChatMLP"),
-    "Gemma 3n": Architecture(
-        "Gemma3nForCausalLM",
-        "Gemma3nTextConfig",
-        {**_SIZES, **_GEMMA_3N},
-        {"model.layers.*.mlp": "Gemma3nTextMLP", "model.layers.*.laurel": "Gemma3nTextLaurelBlock"},
-        error=1e-6,
-        more_flops="AltUp and the per-layer inputs read it",
-    ),
-    "PhiMoE": _causal(
-        "Phimoe", "PhimoeSparseMoeBlock", **_EXPERTS, router_jitter_noise=0.0, input_jitter_noise=0.0, error=1e-6
-    ),
-    "JetMoE": _causal("JetMoe", "JetMoeMoE", **_EXPERTS, kv_channels=8),
-    "LongCat-Flash": Architecture(
-        "LongcatFlashForCausalLM",
-        "LongcatFlashConfig",
-        {**_SIZES, **_DEEPSEEK, **_LONGCAT},
-        {"model.layers.*.mlp": "LongcatFlashMoE", "model.layers.*.mlps.*": "LongcatFlashMLP"},
-        error=1e-6,
-        more_flops="a second attention follows in the block",
+    "PhiMoE": _causal("Phimoe", **_EXPERTS, router_jitter_noise=0.0, input_jitter_noise=0.0, error=1e-6),
+    "JetMoE": _causal("JetMoe", **_EXPERTS, kv_channels=8),
+    "LongCat-Flash": _causal(
+        "LongcatFlash", **_LONGCAT, error=1e-6, more_flops="a second attention follows in the block"
     ),
     "MiniMax": _causal(
-        "MiniMax",
-        "MiniMaxSparseMoeBlock",
-        **_EXPERTS,
-        block_size=16,
-        layer_types=["linear_attention", "full_attention"],
-        error=1e-6,
+        "MiniMax", **_EXPERTS, block_size=16, layer_types=["linear_attention", "full_attention"], error=1e-6
     ),
-    "Mamba": Architecture("MambaForCausalLM", "MambaConfig", _SIZES, {}),
-    "RWKV": Architecture("RwkvForCausalLM", "RwkvConfig", _SIZES, {}),
-    "Jamba": _causal(
-        "Jamba", "JambaMLP, JambaSparseMoeBlock", "model.layers.*.feed_forward", **_EXPERTS, **_JAMBA, error=1e-6
-    ),
-    "Zamba 2": _causal(
-        "Zamba2",
-        "Zamba2MLP",
-        "model.layers.*.shared_transformer.feed_forward",
-        more_flops="the Mamba layer after it reads it",
-        **_ZAMBA_2,
-    ),
-    "Falcon H1": _causal(
-        "FalconH1", "FalconH1MLP", "model.layers.*.feed_forward", more_flops=_LAST, mamba_d_ssm=64, **_MAMBA_2
-    ),
-    "Qwen 3-Next": _causal("Qwen3Next", "Qwen3NextSparseMoeBlock", **_EXPERTS, **_QWEN3_NEXT, error=1e-6),
-    "Granite 4 (hybrid)": Architecture(
-        "GraniteMoeHybridForCausalLM",
-        "GraniteMoeHybridConfig",
-        {**_SIZES, **_EXPERTS, **_MAMBA_2, "shared_intermediate_size": WIDE, "layer_types": ["mamba", "attention"]},
-        {"model.layers.*.block_sparse_moe": "GraniteMoeHybridMoE", "model.layers.*.shared_mlp": "GraniteMoeHybridMLP"},
+    "Mamba": _causal("Mamba", finds=False),
+    "RWKV": _causal("Rwkv", finds=False),
+    "Jamba": _causal("Jamba", **_EXPERTS, **_JAMBA, error=1e-6),
+    "Zamba 2": _causal("Zamba2", more_flops="the Mamba layer after it reads it", **_ZAMBA_2),
+    "Falcon H1": _causal("FalconH1", more_flops=_LAST, mamba_d_ssm=64, **_MAMBA_2),
+    "Qwen 3-Next": _causal("Qwen3Next", **_EXPERTS, **_QWEN3_NEXT, error=1e-6),
+    "Granite 4 (hybrid)": _causal(
+        "GraniteMoeHybrid",
+        **(_EXPERTS | _MAMBA_2 | {"shared_intermediate_size": WIDE, "layer_types": ["mamba", "attention"]}),
         error=1e-6,
         more_flops="the shared expert, which runs after the routed ones, is a module of its own",
     ),
-    "LFM 2": _causal(
-        "Lfm2",
-        "Lfm2MLP",
-        "model.layers.*.feed_forward",
-        block_ff_dim=WIDE,
-        layer_types=["conv", "full_attention"],
+    "LFM 2": _causal("Lfm2", block_ff_dim=WIDE, layer_types=["conv", "full_attention"]),
+    "ModernBERT": _masked("ModernBert", local_attention=16),
+    "DistilBERT": _masked("DistilBert", base=_DISTILBERT, more_flops=_POST_NORM),
+    "MobileBERT": _masked("MobileBert", more_flops="the next MLP of the block reads it", **_MOBILE_BERT),
+    "FNet": _masked("FNet"),
+    "ALBERT": _masked("Albert", more_flops=_POST_NORM, embedding_size=16),
+    "Longformer": _masked("Longformer", attention_window=[16, 16], max_position_embeddings=LENGTH + 2),
+    "ESM": _masked("Esm", more_flops=_LAST, mask_token_id=2, position_embedding_type="rotary"),
+    "NomicBERT": _masked("NomicBert", more_flops=_POST_NORM),
+    "DeBERTa V2": _masked(
+        "DebertaV2", finds=False, relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8
     ),
-    "ModernBERT": _masked("ModernBert", {"model.layers.*.mlp": "ModernBertMLP"}, local_attention=16),
-    "DistilBERT": Architecture(
-        "DistilBertForMaskedLM",
-        "DistilBertConfig",
-        _DISTILBERT,
-        {"distilbert.transformer.layer.*.ffn": "FFN"},
-        more_flops=_POST_NORM,
-    ),
-    "MobileBERT": _masked(
-        "MobileBert",
-        {"mobilebert.encoder.layer.*.ffn.*": "FFNLayer"},
-        "the next MLP of the block reads it",
-        embedding_size=H,
-        intra_bottleneck_size=16,
-        num_feedforward_networks=2,
-    ),
-    "FNet": _masked("FNet", {"fnet.encoder.layer.*.feed_forward_chunk": "FNetLayer.feed_forward_chunk"}),
-    "ALBERT": _masked(
-        "Albert",
-        {"albert.encoder.albert_layer_groups.*.albert_layers.*.ff_chunk": "AlbertLayer.ff_chunk"},
-        _POST_NORM,
-        embedding_size=16,
-    ),
-    "Longformer": _masked(
-        "Longformer",
-        {"longformer.encoder.layer.*.ff_chunk": "LongformerLayer.ff_chunk"},
-        attention_window=[16, 16],
-        max_position_embeddings=LENGTH + 2,
-    ),
-    "ESM": _masked(
-        "Esm",
-        {"esm.encoder.layer.*.feed_forward_chunk": "EsmLayer.feed_forward_chunk"},
-        _LAST,
-        mask_token_id=2,
-        position_embedding_type="rotary",
-    ),
-    "NomicBERT": _masked("NomicBert", {"nomic_bert.layers.*.mlp": "NomicBertMLP"}, _POST_NORM),
-    "DeBERTa V2": _masked("DebertaV2", {}, relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8),
-    "BEiT": _vision("Beit", {"beit.layers.*.mlp": "BeitMLP"}, _LAYER_SCALE, layer_scale_init_value=0.1),
-    "DINOv2 with registers": _vision(
-        "Dinov2WithRegisters",
-        {"dinov2_with_registers.encoder.layer.*.mlp": "Dinov2WithRegistersSwiGLUFFN"},
-        mlp_ratio=6,
-        use_swiglu_ffn=True,
-    ),
-    "Swin": _vision(
-        "Swin",
-        {"swin.encoder.layers.*.blocks.*.mlp": "SwinMLP"},
-        **(_SWIN | {"depths": [2, 2]}),
-        num_attention_heads=[2, 4],
-    ),
-    "Hiera": Architecture(
-        "HieraForImageClassification",
-        "HieraConfig",
-        _HIERA,
-        {"hiera.encoder.stages.*.layers.*.mlp": "HieraMlp"},
-        _images,
-    ),
-    "LeViT": Architecture("LevitForImageClassification", "LevitConfig", {**_LEVIT, "key_dim": [8] * 3}, {}, _images),
-    "wav2vec 2.0": Architecture(
-        "Wav2Vec2ForSequenceClassification",
-        "Wav2Vec2Config",
-        _WAV2VEC2,
-        {"wav2vec2.encoder.layers.*.feed_forward": "Wav2Vec2FeedForward"},
-        _waves,
-        more_flops=_POST_NORM,
-    ),
-    "wav2vec 2.0-BERT": Architecture(
+    "BEiT": _vision("Beit", more_flops=_LAYER_SCALE, layer_scale_init_value=0.1),
+    "DINOv2 with registers": _vision("Dinov2WithRegisters", mlp_ratio=6, use_swiglu_ffn=True),
+    "Swin": _vision("Swin", **_SWIN),
+    "Hiera": _vision("Hiera", base=_HIERA),
+    "LeViT": _vision("Levit", finds=False, base=_LEVIT),
+    "wav2vec 2.0": _of("Wav2Vec2ForSequenceClassification", base=_WAV2VEC2, inputs=_waves, more_flops=_POST_NORM),
+    "wav2vec 2.0-BERT": _of(
         "Wav2Vec2BertForSequenceClassification",
-        "Wav2Vec2BertConfig",
-        _WAV2VEC2_BERT,
-        {f"wav2vec2_bert.encoder.layers.*.ffn{i}": "Wav2Vec2BertFeedForward" for i in (1, 2)},
-        _spectrum,
+        base=_WAV2VEC2_BERT,
+        inputs=_spectrum,
         more_flops="the attention after the first MLP, and the last norm, read it",
     ),
-    "CLIP": Architecture(
-        "CLIPModel",
-        "CLIPConfig",
-        _CLIP,
-        {f"{kind}_model.encoder.layers.*.mlp": "CLIPMLP" for kind in ("text", "vision")},
-        _images_and_titles,
+    "CLIP": _of("CLIPModel", "CLIPConfig", base=_CLIP, inputs=_images_and_titles),
+    "LLaVA": _seq2seq("Llava", base=_LLAVA, inputs=_images_in_text),
+    "Llama 3.2 (image and text)": _seq2seq(
+        "Mllama", base=_MLLAMA, inputs=_images_beside_text, more_flops="the gate of a cross-attention layer reads it"
     ),
-    "LLaVA": Architecture(
-        "LlavaForConditionalGeneration",
-        "LlavaConfig",
-        _LLAVA,
-        {"model.vision_tower.encoder.layers.*.mlp": "CLIPMLP", "model.language_model.layers.*.mlp": "LlamaMLP"},
-        _images_in_text,
-    ),
-    "Llama 3.2 (image and text)": Architecture(
-        "MllamaForConditionalGeneration",
-        "MllamaConfig",
-        _MLLAMA,
-        {
-            "model.vision_model.transformer.layers.*.mlp": "MllamaVisionMLP",
-            "model.vision_model.global_transformer.layers.*.mlp": "MllamaVisionMLP",
-            "model.language_model.layers.*.mlp": "MllamaTextMLP",
-        },
-        _images_beside_text,
-        more_flops="the gate of a cross-attention layer reads it",
-    ),
-    "T5Gemma": Architecture(
-        "T5GemmaForConditionalGeneration",
-        "T5GemmaConfig",
-        {"encoder": _SIZES, "decoder": _SIZES, "vocab_size": VOCAB},
-        {f"model.{stack}.layers.*.mlp": "T5GemmaMLP" for stack in ("encoder", "decoder")},
-        error=1e-6,
-    ),
+    "T5Gemma": _seq2seq("T5Gemma", base={"encoder": _SIZES, "decoder": _SIZES, "vocab_size": VOCAB}, error=1e-6),
 }
