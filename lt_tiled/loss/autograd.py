@@ -20,9 +20,15 @@ from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.policies import Tiling
 from lt_tiled.recompute.compare import TileFingerprints
-from lt_tiled.recompute.mode import Precision, RandomState, hidden_from_checkpoints, is_transformed, random_state_kept
+from lt_tiled.recompute.mode import (
+    Precision,
+    RandomState,
+    hidden_from_checkpoints,
+    is_real,
+    is_transformed,
+    random_state_kept,
+)
 from lt_tiled.tiling.cut import Bounds, each_tile, tile_bounds
-from lt_tiled.tiling.run import is_real
 from lt_tiled.tiling.weights import GradientSum
 
 Count = Tensor | float | Literal["global"] | None

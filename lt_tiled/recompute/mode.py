@@ -152,6 +152,11 @@ PLAIN_TENSORS = (Tensor, nn.Parameter)
 """The classes of tensors with values of their own: others are fake, sharded, quantized or a tensor in another way."""
 
 
+def is_real(tensor: Tensor) -> bool:
+    """Whether a tensor has values: fake ones have none, nor have weights that ZeRO-3 has released."""
+    return type(tensor) in PLAIN_TENSORS and not tensor.is_meta and tensor.numel() > 0
+
+
 @contextmanager
 def hidden_from_modes(tensor: Tensor) -> Iterator[None]:
     """Hide what runs on a tensor from FlopCounterMode and other modes; on a fake one, from what a simulation counts."""

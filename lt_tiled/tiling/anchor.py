@@ -51,11 +51,7 @@ def anchored(call: TiledCall, inputs: Sequence[Tensor], through: Through) -> tup
     """Return a link to the anchor, and its other outputs: the inputs and weights."""
     link = torch.empty(0, device=call.device, requires_grad=True)
     weights = one_by_one([through.get(weight, weight) for weight in call.weights])
-    saved = [*inputs, *call.weights]
-    last = call.plan.last
-    if last is not None and not last.weight.requires_grad:
-        saved.append(last.weight)  # which the backward pass reads, and no recomputed tile shows
-    link, *edges = Anchor.apply(saved, link, *inputs, *weights)
+    link, *edges = Anchor.apply([*inputs, *call.weights], link, *inputs, *weights)
     return link, edges
 
 

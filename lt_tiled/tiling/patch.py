@@ -37,7 +37,7 @@ from lt_tiled.modules.feed_forward import MLPSizes, Tileable, cannot_be_tiled, f
 from lt_tiled.modules.find import ENGINES, outermost, walk, walk_all
 from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, has_hooks, roots, set_patch
 from lt_tiled.policies import Tiling
-from lt_tiled.recompute.mode import PLAIN_TENSORS, is_transformed
+from lt_tiled.recompute.mode import PLAIN_TENSORS, is_real, is_transformed
 from lt_tiled.tiling.anchor import Through, run_untiled
 from lt_tiled.tiling.call import EngineNeeds, Owner, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
 from lt_tiled.tiling.check import check_position_wise
@@ -45,7 +45,7 @@ from lt_tiled.tiling.cut import Tokens, tile_bounds
 from lt_tiled.tiling.last import FORWARD, find_plan
 from lt_tiled.tiling.pending import Pending, none_left, values
 from lt_tiled.tiling.recorded import CAPTURING, active_collector, is_recorded, record, run_recorded
-from lt_tiled.tiling.run import is_real, run_tiled
+from lt_tiled.tiling.run import run_tiled
 
 CallWithInputs = tuple[TiledCall, list[Tensor]]
 _NO_USERS = ("torch.", *ENGINES, CAPTURING)

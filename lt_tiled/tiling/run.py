@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 from lt_tiled.modules.patch import without_compiler
 from lt_tiled.recompute.compare import TileFingerprints
 from lt_tiled.recompute.mode import (
-    PLAIN_TENSORS,
     PlainSavedTensors,
     RandomState,
     hidden_from_checkpoints,
+    is_real,
     random_state_kept,
     saved_tensors_hooks,
 )
@@ -117,13 +117,14 @@ class TiledFunction(torch.autograd.Function):
 @hidden_from_checkpoints()
 def forward(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Trace]:
     """Run all tiles without a graph; return the outputs, and what the backward pass needs."""
-    random, plan = RandomState.now(call.device), call.plan
+    random = RandomState.now(call.device)
+    plan = call.plan
     assembly = Assembly(call.tokens, call.bounds, call.name, plan.layout)
     prints = prints_of(call) if call.differentiable and is_real(inputs[0]) else None
     last = LastProjection(plan.last if call.differentiable else None, prints)
     # Graphs that the module makes for itself are hidden from an activation checkpoint around it.
     with torch.no_grad(), hidden_from_offloaders(), swapped(last.entries()):
-        for index, tile in each_tile(enumerate(call.tiles([t.detach() for t in inputs]))):
+        for index, tile in each_tile(enumerate(call.tiles([tensor.detach() for tensor in inputs]))):
             last.calls = 0
             output = call.run(*tile)
             if last.linear is not None and not last.made(output):
@@ -135,8 +136,6 @@ def forward(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ..
                 prints.take(flatten(output)[0])
             assembly.add(index, output)
             del output
-    if plan.last is not None and prints is not None and is_real(plan.last.weight):
-        prints.take_weight(plan.last.weight)
     return tuple(assembly.wholes), Trace(random, plan.last, prints)
 
 
@@ -145,14 +144,9 @@ def prints_of(call: TiledCall) -> TileFingerprints:
     return TileFingerprints(call.name, len(call.bounds), call.precision.dtype, call.tiled.tiling.compare == "raise")
 
 
-def is_real(tensor: Tensor) -> bool:
-    """Whether a tensor has values: fake ones have none, nor have weights that ZeRO-3 has released."""
-    return type(tensor) in PLAIN_TENSORS and not tensor.is_meta and tensor.numel() > 0
-
-
 def hidden_from_offloaders() -> AbstractContextManager[Any]:
     """Hide the saved tensors of tiles from hooks around; without hooks, hiding costs time for nothing."""
-    return PlainSavedTensors() if saved_tensors_hooks() is not None else nullcontext()
+    return nullcontext() if saved_tensors_hooks() is None else PlainSavedTensors()
 
 
 # The backward pass
@@ -162,11 +156,14 @@ class Recompute:
     """The recompute of a call's tiles, and their gradients. What is the same for all tiles is made once."""
 
     def __init__(self, call: TiledCall, trace: Trace, saved: Sequence[Tensor]) -> None:
-        self.call, self.trace = call, trace
-        count, accumulate = len(call.wants_grad), call.tiled.tiling.accumulate
-        self.inputs = saved[:count]
+        self.call = call
+        self.trace = trace
+        count = len(call.wants_grad)
+        accumulate = call.tiled.tiling.accumulate
         # 1. A leaf and a sum for each weight, and for each input that all tiles see whole.
-        self.sums = [GradientSum(weight, accumulate) for weight in saved[count : count + len(call.weights)]]
+        self.inputs = saved[:count]
+        self.sums = [GradientSum(weight, accumulate) for weight in saved[count:]]
+        self.leaves: list[Tensor] = [total.leaf for total in self.sums]
         self.wholes: list[GradientSum | None] = []
         self.results: list[Tensor | None] = []
         """Gradients of the inputs of which each tile sees a part."""
@@ -174,7 +171,6 @@ class Recompute:
             self.wholes.append(GradientSum(tensor, accumulate) if wants and not per_token else None)
             self.results.append(tensor.new_zeros(tensor.shape) if wants and per_token else None)
         # 2. What leaves out the last projection, and takes fingerprints as the forward pass did.
-        self.leaves: list[Tensor] = [total.leaf for total in self.sums]
         self.prints = None if trace.prints is None else prints_of(call)
         self.last = LastProjection(trace.last, self.prints, dict(zip(self.leaves, self.sums, strict=True)))
 
@@ -187,85 +183,93 @@ class Recompute:
         Returns:
             A gradient for each input and each weight.
         """
-        call, tiled = self.call, self.call.tiled
+        call = self.call
         # 1. Random numbers, autocast and default dtype as in the forward pass; leaves in the places of weights.
         with ExitStack() as stack:
             stack.enter_context(random_state_kept(call.device, self.trace.random))
             stack.enter_context(call.precision.context())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(hidden_from_offloaders())
-            stack.enter_context(swapped([*in_places(call.weights.values(), self.leaves), *self.last.entries()]))
+            stack.enter_context(swapped(in_places(call.weights.values(), self.leaves) + self.last.entries()))
             # 2. Each tile runs again with a graph, and adds its gradients to the sums.
             self._run_tiles(given)
         # 3. It must have computed the same.
-        before, last = self.trace.prints, self.trace.last
-        if before is not None and self.prints is not None:
-            if before.weight and last is not None:
-                self.prints.take_weight(last.weight)
-            before.compare(self.prints)
+        if self.trace.prints is not None and self.prints is not None:
+            self.trace.prints.compare(self.prints)
         # 4. One gradient for each input and weight.
         found: list[Tensor | None] = []
         for result, whole in zip(self.results, self.wholes, strict=True):
             found.append(result if whole is None else whole.take())
-        zeros = tiled.needs.zeros_for_unused or several_ranks()
         for weight, total in zip(call.weights, self.sums, strict=True):
             # Other ranks may use a weight that no tile used, and a user's hook would see None.
-            unused = total.sum is None and (zeros or weight._backward_hooks)
-            found.append(total.sum_or_zeros() if unused else total.take())
+            if total.sum is None and (call.tiled.needs.zeros_for_unused or several_ranks() or weight._backward_hooks):
+                total.sum = total.sum_or_zeros()
+            found.append(total.take())
         return found
 
     def _run_tiles(self, given: Sequence[Tensor | None]) -> None:
-        call, last = self.call, self.last
+        call = self.call
+        # 1. The tiles of the inputs, of the gradients of outputs, and of where the gradients of inputs go.
         assembly = Assembly(call.tokens, call.bounds, call.name, call.plan.layout)
         into: list[Sequence[Tensor | None]] = []
         for result in self.results:
-            nowhere: Sequence[Tensor | None] = [None] * len(call.bounds)
-            into.append(nowhere if result is None else call.tokens.tiles(result, call.bounds))
-        casts, uncast = call.precision.dtype is not None, call.precision.disabled()
+            into.append([None] * len(call.bounds) if result is None else call.tokens.tiles(result, call.bounds))
         rows = zip(call.tiles(self.inputs), assembly.gradients(given), zip(*into, strict=True), strict=True)
+        uncast = call.precision.disabled()  # as the untiled backward pass
         for index, (tile, gradients, results) in each_tile(enumerate(rows)):
-            # 1. The tile's graph begins at leaves of its own, whose gradients autograd adds to those of the whole.
+            # 2. The tile's graph begins at leaves, whose gradients autograd adds to those of the whole.
             leaves: list[Tensor] = []
             for tensor, wants, whole, result in zip(tile, call.wants_grad, self.wholes, results, strict=True):
                 leaf = tensor.detach().requires_grad_(wants) if whole is None else whole.leaf
                 if result is not None:
                     leaf.grad = result
                 leaves.append(leaf)
-            # 2. On views, because autocast would cache the cast of a leaf, and sum gradients in 16 bits.
-            last.calls = 0
-            output = call.run(*[leaf.view_as(leaf) for leaf in leaves] if casts else leaves)
-            # 3. Where the graph ends, and the gradients there.
-            roots: list[Root] = []
-            if self.trace.last is None:
-                outputs = flatten(output)[0]
-                if self.prints is not None:
-                    self.prints.take(outputs)
-                pairs = zip(outputs, gradients, strict=True)
-                roots += [(end, own) for end, own in pairs if own is not None and end.requires_grad]
-                del outputs, pairs
-            elif last.made(output):
-                with uncast:  # as the untiled backward pass
-                    roots = last.roots(gradients[0])
-            elif self.trace.prints is not None and self.prints is not None:
-                # Refused at the end, also with compare="warn": what the projection left out has no gradient.
-                self.prints.outputs.clear()
-                self.trace.prints.raises = True
-            del output
-            # 4. Gradients go to the leaves.
+            # 3. It ends at roots, which have gradients.
+            roots = self._roots(leaves, gradients, uncast)
             if not roots:
                 continue
             if index == 0:
-                self._check_leaves(roots, [*leaves, *self.leaves])
-            ends, at_ends = zip(*roots, strict=True)
+                self._check_leaves(roots, leaves)
+            ends = tuple([end for end, _ in roots])
+            at_ends = tuple([gradient for _, gradient in roots])
             del roots
+            # 4. Gradients go to the leaves.
             with uncast:
                 # What torch.autograd.backward calls. That checks shapes first, which are right here.
                 _engine_run_backward(ends, at_ends, False, False, (), allow_unreachable=True, accumulate_grad=True)
             del ends, at_ends
 
+    def _roots(
+        self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], uncast: AbstractContextManager[object]
+    ) -> list[Root]:
+        """Run a tile with a graph, and return where it ends, with the gradients there."""
+        inputs = leaves
+        if self.call.precision.dtype is not None:
+            # Of a leaf, autocast would cache the cast, and sum its gradients in 16 bits.
+            inputs = [leaf.view_as(leaf) for leaf in leaves]
+        self.last.calls = 0
+        output = self.call.run(*inputs)
+        roots: list[Root] = []
+        if self.trace.last is None:
+            outputs = flatten(output)[0]
+            if self.prints is not None:
+                self.prints.take(outputs)
+            for end, gradient in zip(outputs, gradients, strict=True):
+                if gradient is not None and end.requires_grad:
+                    roots.append((end, gradient))
+        elif self.last.made(output):
+            with uncast:
+                roots = self.last.roots(gradients[0])
+        elif self.trace.prints is not None and self.prints is not None:
+            # Refused at the end, also with compare="warn": what the projection left out has no gradient.
+            self.prints.outputs.clear()
+            self.trace.prints.raises = True
+        return roots
+
     def _check_leaves(self, roots: Sequence[Root], leaves: Sequence[Tensor]) -> None:
         """Refuse a graph that begins at other tensors, whose engine would see the gradient of each tile."""
         known = {id(leaf) for leaf in leaves}
+        known.update(map(id, self.leaves))
         for part in self.call.function.parts:
             known.update(map(id, part._parameters.values()))
             known.update(map(id, part._buffers.values()))
