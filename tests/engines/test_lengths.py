@@ -1,4 +1,4 @@
-"""Ranks whose sequences differ in length, so that some run tiles and others do not."""
+"""Ranks that run modules in different ways: in one tile or several, untiled, or with hooks on one rank alone."""
 
 from __future__ import annotations
 
@@ -7,113 +7,42 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lt_tiled import Tiling, prepare, tile
-from tests.engines.cells import ENGINES, draw, error_of, launch, set_up, step_on, whole_weights, wrapped
+from tests.engines.cells import draw, error_of, launch, set_up, step_on, whole_weights, wrapped
 from tests.engines.conftest import OnRanks
-from tests.models import GatedMLP, H, PythonNorm
-from tests.parity import SPREADS, errors, spread_of
+from tests.engines.kinds import Layers, Mixing, of_lengths
+from tests.models import GatedMLP
+from tests.parity import errors
 from tests.world import World
 
-LENGTHS = {"4096 and 512": (4096, 512), "1 and 4096": (1, 4096), "4096 and 0": (4096, 0)}
+pytestmark = pytest.mark.self_checks
 
 
-class Gate(nn.Module):
-    """What stands for attention, whose cost would hide that of the rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(H, H), nn.Linear(H, H)
-
-    def forward(self, n: Tensor) -> Tensor:
-        return torch.tanh(self.q(n)) * self.k(n)
-
-
-class Layer(nn.Module):
-    """A block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.input_norm, self.attention, self.pre_mlp_norm = PythonNorm(), Gate(), nn.LayerNorm(H)
-        self.mlp, self.post_mlp_norm = GatedMLP(), nn.RMSNorm(H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.input_norm(x))
-        return x + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(x)))
-
-
-class Layers(nn.Module):
-    """Two of them between an embedding and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(32, H), nn.Linear(H, 32)
-        self.blocks = nn.ModuleList(Layer() for _ in range(2))
-        self.early: list[Tensor] = []
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def train(engine: str, lengths: tuple[int, int], tiled: bool) -> tuple[list[float], list[list[str]]]:
-    """Three steps; the losses, and the names of the weights as the gradients of each step arrived."""
-    policies = {} if tiled else {"tiling": None, "activation_checkpointing": None}
-    fabric = launch(engine, **policies)
-    net = Layers()
+def orders(engine: str, lengths: tuple[int, int]) -> list[list[str]]:
+    """The names of the weights as the gradients of each of three steps arrived, with each length on each rank."""
+    fabric, net = launch(engine), Layers()
     model, optimizer = set_up(fabric, net, engine)
     arrived: list[str] = []
-    if engine in ("zero1", "zero2"):
-        for name, p in net.named_parameters():
-            p.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
-    losses, orders = [], []
-    for step in range(3):  # each length on each rank, and the losses behind the gradients of both
-        ids = draw((1, lengths[(dist.get_rank() + step) % 2]), dist.get_rank())
-        loss = (model(ids) * torch.linspace(-1, 1, 32)).square().sum() / 2**17
-        losses.append(step_on(fabric, optimizer, loss))
-        orders.append(arrived.copy())
+    for name, p in net.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    found = []
+    for step in range(3):
+        step_on(fabric, optimizer, of_lengths(*lengths)(model, step, dist.get_rank()))
+        found.append(arrived.copy())
         arrived.clear()
     fabric.strategy.release()
-    return losses, orders
+    return found
 
 
-def spread(engine: str, lengths: tuple[int, int]) -> float:
-    """Return how far losses are apart that differ by rounding alone, over the ranks, at least float32's epsilon."""
-    apart = torch.tensor(spread_of(lambda: train(engine, lengths, False)[0]), dtype=torch.float64)
-    dist.all_reduce(apart, dist.ReduceOp.MAX)
-    return float(apart)
-
-
-@pytest.mark.self_checks
-@pytest.mark.table("(ddp|fsdp2|zero3)-4096 and 0|zero1-1 and 4096")
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("engine", [e for e in ENGINES if e != "fsdp_flat"])
-def test_losses(engine: str, lengths: tuple[int, int], on_ranks: OnRanks) -> None:
-    """Whatever the lengths on the ranks, every rank has the losses of the untiled DDP run with the default policies."""
-    plain = on_ranks.once(train, "ddp", lengths, False)
-    tiled = on_ranks(train, engine, lengths, True)
-    off = on_ranks.once(spread, "ddp", lengths)[0]
-    assert [losses for losses, _ in tiled] == [pytest.approx(losses, rel=SPREADS * off) for losses, _ in plain]
-
-
-@pytest.mark.self_checks
 @pytest.mark.parametrize("engine", ["zero1", "zero2"])
 def test_the_order_of_the_gradients(engine: str, on_ranks: OnRanks) -> None:
     """Under ZeRO-1 and 2, gradients arrive in one order on every rank, in as many tiles as its length gives."""
     for lengths in ((4096, 512), (1, 4096)):
-        first, second = (orders for _, orders in on_ranks(train, engine, lengths, True))
+        first, second = on_ranks(orders, engine, lengths)
         assert first == second == [first[0]] * 3
         assert len(first[0]) == len(set(first[0])) == 25
-
-
-class Mixing(GatedMLP):
-    """Subtracts half of the mean over all tokens, which the self-check sees from two tokens on."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - 0.5 * x.mean(-2, keepdim=True))
 
 
 def prepared(net: Layers) -> None:
@@ -148,9 +77,7 @@ def mixing(net: Layers) -> None:
 DECISIONS: dict[str, tuple[list[Any], tuple[int, int]]] = {
     # what is done to the model, and the tokens of each rank
     "lengths": ([tiled], (48, 3)),
-    "lengths, with norms": ([prepared], (48, 3)),
     "one token": ([prepared], (48, 1)),
-    "a hook": ([hooked, tiled], (48, 48)),
     "a hook, with norms": ([hooked, prepared], (48, 48)),
     "an early loss": ([loses_early, prepared], (48, 3)),
     "a self-check that fails": ([mixing, prepared], (48, 1)),
@@ -173,7 +100,6 @@ def one_step(stage: str, decision: str, tiles: bool) -> dict[str, Tensor]:
     return whole_weights(model, net)
 
 
-@pytest.mark.self_checks
 @pytest.mark.table("zero2-.*")
 @pytest.mark.parametrize("decision", DECISIONS)
 @pytest.mark.parametrize("stage", ["zero1", "zero2"])
@@ -210,7 +136,6 @@ def communicating(named: bool | None) -> tuple[dict[str, Tensor], str]:
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}, said
 
 
-@pytest.mark.self_checks
 def test_what_communicates_stays_untiled(world: World) -> None:
     """A module in which ranks exchange something runs untiled, or is refused where a user named it, and none waits."""
     untiled, prepared_alone, named = (world(communicating, each) for each in (None, False, True))

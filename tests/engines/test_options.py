@@ -1,8 +1,7 @@
-"""What a run may ask for besides its engine: precision, accumulation, clipping, frozen parts, LoRA, unused weights."""
+"""What a run may ask for besides its engine: precision, accumulation and clipping."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import lt_tiled
-from tests.engines.cells import ENGINES, draw, in_trainer, launch, policies, seen, strategy, train, whole_weights
+from tests.engines.cells import ENGINES, in_trainer, policies, seen, strategy, whole_weights
 from tests.engines.conftest import OnRanks
 from tests.lit import Ids, LitTiny, trainer
-from tests.models import TinyLM, lm_loss, tiny_llama
+from tests.models import TinyLM, lm_loss
 from tests.parity import errors, more_than, near
-from tests.world import World
 
-WHOLE_WEIGHTS = [engine for engine in ENGINES if engine != "fsdp_flat"]
-"""Engines that may freeze a part of a unit's weights."""
 SEQUENCES = torch.stack([Ids()[index] for index in range(4)]).view(2, 2, -1)
 RATE = 2.0**20
 """A learning rate with which an SGD step leaves weights that are the gradients: also in bfloat16 it rounds away the
@@ -103,85 +99,3 @@ def test_steps(engine: str, kwargs: dict[str, Any], on_ranks: OnRanks, tmp_path:
     assert [r.losses for r in tiled] == [near(r.losses) for r in plain]
     free = on_ranks.once(partial(in_trainer, built=True, max_steps=2), engine, "untiled", "")
     assert [r.losses for r in tiled] != [r.losses for r in free]  # the option did something
-
-
-def frozen() -> nn.Module:
-    """Embeddings, attention and the first MLP's down projection are frozen: no gradient reaches the first block."""
-    model = TinyLM()
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(not any(part in name for part in ("embed", "attention", "norm", "blocks.0.mlp.down")))
-    return model
-
-
-def unused() -> nn.Module:
-    """A weight beside the blocks, and one inside of a tiled module, that no rank uses."""
-    model = TinyLM()
-    model.spare = nn.Linear(16, 16)
-    model.blocks[0].mlp.spare = nn.Linear(16, 4)
-    return model
-
-
-class _Logits(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids, use_cache=False).logits
-
-
-def lora() -> nn.Module:
-    """A Llama with adapters on its attention and MLPs, all else frozen."""
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(
-        tiny_llama(), LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"], init_lora_weights=False)
-    )
-    return _Logits(model)
-
-
-def train_model(
-    engine: str, mode: str, directory: str, build: Callable[[], nn.Module]
-) -> tuple[list[float], list[int]]:
-    fabric = launch(
-        engine, **policies(mode, directory), **({"find_unused_parameters": True} if engine == "ddp" else {})
-    )
-    net = build()
-    model, optimizer = fabric.setup(net, torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1))
-    losses = train(fabric, model, optimizer, (draw((2, 24 + step), fabric.global_rank) for step in range(3)))
-    tiles = [row.tiles for row in fabric.strategy.prepared[0].report().tiled]
-    fabric.strategy.release()
-    return losses, tiles
-
-
-@pytest.mark.table("zero3-(lora|unused|frozen)|fsdp2-lora|(zero1|fsdp)-unused|zero2-frozen")
-@pytest.mark.parametrize("build", [frozen, unused, lora])
-@pytest.mark.parametrize("engine", WHOLE_WEIGHTS)
-def test_models(engine: str, build: Callable[[], nn.Module], on_ranks: OnRanks, tmp_path: Path) -> None:
-    """Frozen parts, unused weights and LoRA train as untiled, also where a ZeRO-3 leaf's input needs no gradient."""
-    plain = on_ranks.once(train_model, "ddp", "untiled", "", build)
-    tiled = on_ranks(train_model, engine, "disk", str(tmp_path), build)
-    for (losses, _), (tiled_losses, tiles) in zip(plain, tiled, strict=True):
-        assert tiled_losses == near(losses)
-        assert tiles == [4, 4]
-
-
-def with_momentum(engine: str) -> list[float]:
-    """The optimizer has stepped, and has state, when Fabric gets it."""
-    fabric = launch(engine, tiling=4)
-    net = TinyLM()
-    optimizer = torch.optim.SGD(net.parameters(), 1.0, momentum=0.9)
-    ids = draw((2, 24), 0)
-    lm_loss(net(ids), ids).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    model, optimizer = fabric.setup(net, optimizer)
-    losses = train(fabric, model, optimizer, (draw((2, 24 + step), fabric.global_rank) for step in range(3)))
-    fabric.strategy.release()
-    return losses
-
-
-def test_optimizers_keep_their_state_under_fsdp2(world: World) -> None:
-    """An optimizer that has stepped before ``fabric.setup`` goes on with its momentum, sharded."""
-    plain = world(with_momentum, "ddp")
-    assert world(with_momentum, "fsdp2") == [near(losses) for losses in plain]
