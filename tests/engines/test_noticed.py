@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled import ActivationCheckpointing, Tiling
-from tests.engines.cells import ENGINES, launch, set_up
+from tests.engines.cells import launch, set_up
 from tests.engines.conftest import OnRanks
 from tests.models import H
 from tests.recompute.noticed import CHANGES, DRAWS, Reads, ReadsBlock, as_before
@@ -19,8 +18,9 @@ POLICIES: dict[str, tuple[type[Reads], dict[str, Any]]] = {
     "tiles": (Reads, {"tiling": Tiling(4, targets=["Reads"]), "activation_checkpointing": None}),
     "blocks": (ReadsBlock, {"tiling": None, "activation_checkpointing": ActivationCheckpointing(["ReadsBlock"])}),
 }
+ENGINES = ("ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")
 RESTORED = ("random state", "buffer in place", "buffer, replaced")
-REFUSED = ("global", "class attribute", "mask of the caller's", "tensor in a list", *DRAWS)
+REFUSED = ("global", "class attribute", "tensor in a list", *DRAWS)
 
 
 class Net(nn.Module):
@@ -42,8 +42,8 @@ def losses(engine: str, policy: str, change: str, at: int, early: bool) -> list[
     """
     kind, options = POLICIES[policy]
     fabric, net = launch(engine, **options), Net(kind)
+    found, block = list[float](), net.blocks[0]  # which FSDP wraps
     model, optimizer = set_up(fabric, net, engine, lambda weights: torch.optim.SGD(weights, 0.5))
-    found, block = list[float](), net.blocks[0]
     for step in range(3):
         mask = torch.linspace(0.5, 1.5, 40)[:, None].expand(2, 40, H).clone()
         block.draw = DRAWS.get(change, float) if step == at else float  # type: ignore[assignment]
@@ -58,7 +58,7 @@ def losses(engine: str, policy: str, change: str, at: int, early: bool) -> list[
             optimizer.step()
             found.append(float(loss.detach()))
         except RuntimeError as error:
-            if not re.search("computes other values|modified by an inplace operation", str(error)):
+            if "computes other values" not in str(error):
                 raise
             if engine.startswith("zero"):  # DeepSpeed goes on after no exception in a backward pass
                 break
