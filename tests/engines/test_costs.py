@@ -9,14 +9,12 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from lt_tiled import Tiling
-from lt_tiled.planner.ledger import Ledger
 from tests.engines.cells import ENGINES, draw, launch, set_up
 from tests.engines.conftest import OnRanks
-from tests.models import Block, PythonNorm, TinyLM, lm_loss
+from tests.models import TinyLM, lm_loss
 
 READ = "aten::_local_scalar_dense"
 
@@ -41,47 +39,6 @@ def operations(engine: str, shards: int | None, checkpointed: bool, calls: int =
     names = [event.name for event in profiled.events()]
     # The recomputes of several forward passes are compared in each step, which reads values.
     return dict(Counter(name for name in names if name.startswith("c10d::") or (name == READ and calls == 1)))
-
-
-class NormAfter(Block):
-    """A block with a norm after its MLP, as Gemma 2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.post_mlp_norm = PythonNorm()
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm1(x)
-        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
-        return x + self.post_mlp_norm(self.mlp(self.norm2(x)))
-
-
-def flops(engine: str, shards: int | None) -> int:
-    """The FLOPs of a settled step with activation checkpointing."""
-    net = TinyLM()
-    net.blocks = nn.ModuleList([Block(), Block(), NormAfter(), NormAfter()])
-    tiling = None if shards is None else Tiling(shards, self_check=False)
-    fabric = launch(engine, tiling=tiling, activation_checkpointing=True)
-    model, optimizer = set_up(fabric, net, engine)
-    ids = draw((2, 32), dist.get_rank())
-    for _ in range(2):
-        with Ledger() as counter:
-            fabric.backward(lm_loss(model(ids), ids))
-        optimizer.step()
-        optimizer.zero_grad()
-    fabric.strategy.release()
-    return counter.flops
-
-
-@pytest.mark.table("ddp|zero3")
-@pytest.mark.parametrize("engine", ENGINES)
-def test_flops(engine: str, on_ranks: OnRanks) -> None:
-    """A step in tiles has no more FLOPs than the untiled step, in blocks with and without a norm after the MLP, and
-    under every engine those of DDP.
-    """
-    untiled, tiled = (on_ranks(flops, engine, shards) for shards in (None, 4))
-    assert max(tiled) <= min(untiled)
-    assert tiled == on_ranks.once(flops, "ddp", 4)
 
 
 @pytest.mark.table("fsdp2-True-1|zero3-(True-1|False-2)")

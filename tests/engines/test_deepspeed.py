@@ -41,7 +41,7 @@ def losses_after(stage: str | None, two_trainers: bool, tiled: bool) -> list[flo
     return module.losses
 
 
-@pytest.mark.table("validate-True|predict-False")
+@pytest.mark.table("validate-True")
 @pytest.mark.parametrize("two_trainers", [False, True])
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_other_stages_before_fit(stage: str, two_trainers: bool) -> None:

@@ -1,4 +1,4 @@
-"""FSDP's own arguments, wrapping by hand, and a wrapped model that other stages and trainers use."""
+"""FSDP and FSDP2: a wrapped model that other stages and trainers use, and methods that use weights of the root unit."""
 
 from __future__ import annotations
 
@@ -6,105 +6,112 @@ import gc
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, wrap
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import lt_tiled
-from tests.engines.cells import error_of, strategy
-from tests.lit import LitTiny, replaced, trainer
-from tests.models import Block, GatedMLP
+from tests.engines.cells import error_of, launch, strategy
+from tests.engines.test_matrix import HoldsWeights
+from tests.lit import Ids, LitTiny, replaced, trainer
 from tests.parity import near
 from tests.world import World
 
 
-def fit_validate_fit(engine: str) -> tuple[list[float], list[float], int]:
-    """Fit, validate and fit again, one wrapped model and one trainer."""
-    module = LitTiny()
-    run = trainer(
-        strategy(lt_tiled, engine, tiling=4),
-        devices=dist.get_world_size(),
-        max_epochs=1,
-        max_steps=-1,
-        num_sanity_val_steps=0,
-    )
+def all_stages(engine: str) -> tuple[Any, ...]:
+    """Fit, validate, predict and fit again with one model and one trainer, which clips gradients."""
+    module = HoldsWeights(tiled_loss=True)
+    options = {"devices": dist.get_world_size(), "max_epochs": 1, "max_steps": -1, "num_sanity_val_steps": 0}
+    run = trainer(strategy(lt_tiled, engine, tiling=4), gradient_clip_val=0.5, **options)
     run.fit(module)
     run.validate(module, verbose=False)
+    predicted = torch.cat(run.predict(module))
     run.fit_loop.max_epochs = 2
     run.fit(module)
-    return module.losses, module.val_losses, replaced(module)
+    return module.losses, module.val_losses, predicted, replaced(module)
 
 
-def test_fit_then_validate_then_fit(world: World) -> None:
-    """One model goes through ``fit``, ``validate`` and ``fit`` as under DDP, though FSDP has wrapped it by then."""
-    plain, found = world(fit_validate_fit, "ddp"), world(fit_validate_fit, "fsdp")
-    for (losses, val_losses, _), (sharded, sharded_val, left) in zip(plain, found, strict=True):
-        assert sharded == near(losses)
-        assert sharded_val == near(val_losses)
-        assert left == 0
+@pytest.mark.parametrize("engine", ["fsdp", "fsdp2"])
+def test_all_stages(engine: str, world: World) -> None:
+    """One model goes through ``fit``, ``validate``, ``predict`` and ``fit`` as under DDP, though the engine has wrapped
+    it by then, and uses weights that it holds itself in each of them.
+    """
+    for plain, found in zip(world(all_stages, "ddp"), world(all_stages, engine), strict=True):
+        assert found[0] == near(plain[0])
+        assert found[1] == near(plain[1])
+        torch.testing.assert_close(found[2], plain[2], rtol=1e-5, atol=1e-5)
+        assert found[3] == 0
 
 
-def fit_then_another(engine: str, keep: bool) -> tuple[str, str]:
+class ShardsItself(HoldsWeights):
+    """Makes itself the root unit, as Lightning's own strategy wants it."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self, FSDPModule) and self.device_mesh is not None:
+            for module in (*self.blocks, self):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
+def losses_of(engine: str, kind: type[HoldsWeights]) -> list[float]:
+    module = kind(tiled_loss=True)
+    trainer(strategy(lt_tiled, engine, tiling=4), devices=dist.get_world_size()).fit(module)
+    return module.losses
+
+
+def test_a_module_that_shards_itself(world: World) -> None:
+    """Under FSDP2 a ``configure_model`` that chooses the units itself has DDP's losses."""
+    plain = world(losses_of, "ddp", HoldsWeights)
+    assert world(losses_of, "fsdp2", ShardsItself) == [near(losses) for losses in plain]
+
+
+def fit_then_another(keep: bool) -> tuple[str, str]:
     """A second strategy gets the model that the first one wrapped, while that lives or not."""
     module = LitTiny()
-    first = trainer(strategy(lt_tiled, engine, tiling=4), devices=dist.get_world_size())
+    first = trainer(strategy(lt_tiled, "fsdp", tiling=4), devices=dist.get_world_size())
     first.fit(module)
     if not keep:
         del first
         module.trainer = None
         gc.collect()
-    second = trainer(strategy(lt_tiled, engine, tiling=4), devices=dist.get_world_size())
+    second = trainer(strategy(lt_tiled, "fsdp", tiling=4), devices=dist.get_world_size())
     return error_of(lambda: second.validate(module, verbose=False))
 
 
 def test_two_fsdp_strategies(world: World) -> None:
     """A second strategy goes on with the first one's wrapped model; once that is gone, it says what to do."""
-    assert world(fit_then_another, "fsdp", True) == [("", "no error")] * 2
-    for kind, text in world(fit_then_another, "fsdp", False):
+    assert world(fit_then_another, True) == [("", "no error")] * 2
+    for kind, text in world(fit_then_another, False):
         assert kind == "ValueError"
         assert "was wrapped by FSDP for a trainer that no longer exists: keep that trainer" in text
 
 
-class WrapsByHand(LitTiny):
-    """Wraps its blocks in ``configure_model``, in the context that the strategy gives."""
+def steps(engine: str, method: str) -> tuple[list[float], list[float], Tensor]:
+    """Three steps by a marked method or a step of a LightningModule, then a validation and a prediction."""
+    fabric, module = launch(engine, tiling=4), HoldsWeights(tiled_loss=True)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 1.0, momentum=0.9))
+    model.mark_forward_method("loss")
+    losses = []
+    for index in range(3):
+        ids = torch.stack([Ids()[2 * index], Ids()[2 * index + 1]])
+        loss = model.loss(ids) if method == "loss" else model.training_step(ids, index)
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    model.eval()
+    with torch.no_grad():
+        model.validation_step(ids, 0)
+        hidden = model(ids)
+    fabric.strategy.release()
+    return losses, module.val_losses, hidden
 
-    def configure_model(self) -> None:
-        if self.net is None:
-            super().configure_model()
-            self.net.blocks = nn.ModuleList(wrap(block) for block in self.net.blocks)
 
-
-def fit_losses(engine: str, model: type[LitTiny], options: dict[str, Any]) -> list[float]:
-    module = model()
-    trainer(strategy(lt_tiled, engine, **{"tiling": 4, **options}), devices=dist.get_world_size()).fit(module)
-    return module.losses
-
-
-@pytest.mark.table("policy of norms|cpu offload|by hand")
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        (LitTiny, {"auto_wrap_policy": {Block}}),
-        (LitTiny, {"auto_wrap_policy": ModuleWrapPolicy({GatedMLP})}),
-        (LitTiny, {"auto_wrap_policy": {nn.LayerNorm}, "tiling": False}),
-        (LitTiny, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (1, 2)}),
-        (LitTiny, {"sharding_strategy": "SHARD_GRAD_OP"}),
-        (LitTiny, {"sharding_strategy": "NO_SHARD"}),
-        (LitTiny, {"cpu_offload": True}),
-        (WrapsByHand, {}),
-    ],
-    ids=[
-        "policy of blocks",
-        "policy of tiled modules",
-        "policy of norms",
-        "hybrid",
-        "gradients only",
-        "no sharding",
-        "cpu offload",
-        "by hand",
-    ],
-)
-def test_fsdp_arguments(model: type[LitTiny], options: dict[str, Any], world: World) -> None:
-    """FSDP's own arguments, and wrapping by hand, work on the CPU and give DDP's losses."""
-    plain = world(fit_losses, "ddp", LitTiny, {})
-    assert world(fit_losses, "fsdp", model, options) == [near(losses) for losses in plain]
+@pytest.mark.parametrize("method", ["loss", "training_step"])
+def test_marked_methods(method: str, world: World) -> None:
+    """Under FSDP2 in Fabric, marked methods and the steps of a LightningModule use weights that the module holds."""
+    for plain, found in zip(world(steps, "ddp", method), world(steps, "fsdp2", method), strict=True):
+        assert found[0] == near(plain[0])
+        assert found[1] == near(plain[1])
+        torch.testing.assert_close(found[2], plain[2], rtol=1e-5, atol=1e-5)

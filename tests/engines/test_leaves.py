@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lt_tiled
 from tests.engines.cells import draw, error_of, launch, strategy, train
 from tests.engines.conftest import OnRanks
-from tests.engines.kinds import OfBlocks, Unusual
+from tests.engines.kinds import Unusual
 from tests.models import GatedMLP, H, TinyLM
 from tests.parity import near
 from tests.world import World
@@ -96,11 +96,7 @@ def test_what_a_leaf_cannot_be(model: Callable[[], nn.Module], path: str, deepsp
         assert message.startswith(f"{path} has gradients that ZeRO-3 would lose")
 
 
-def runs_twice() -> nn.Module:
-    return OfBlocks(times=2)
-
-
-@pytest.mark.parametrize("model", [OfTokens, UsesNormBefore, runs_twice])
+@pytest.mark.parametrize("model", [OfTokens, UsesNormBefore])
 def test_own_leaves(model: Callable[[], nn.Module], on_ranks: OnRanks) -> None:
     """Such blocks train as under DDP where the model makes its MLPs leaf modules, as the error says."""
     plain = on_ranks(losses, "ddp", model)

@@ -1,5 +1,5 @@
 """Every engine, in Trainer and in Fabric, trains on two ranks as it does untiled, whatever is tiled, checkpointed and
-offloaded.
+offloaded; with either Lightning package, by a registered name, and with any arguments of the engine.
 """
 
 from __future__ import annotations
@@ -13,69 +13,117 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, wrap
 
-from tests.engines.cells import ENGINES, MODES, SHARDED, in_fabric, in_trainer
+import lt_tiled
+from lt_tiled import tiled_linear_cross_entropy
+from tests.engines.cells import ENGINES, MODES, SHARDED, Look, Ran, in_fabric, in_trainer, strategy
 from tests.engines.conftest import OnRanks
-from tests.lit import LitTiny
+from tests.lit import LitTiny, Tiny, trainer
+from tests.models import Block, GatedMLP, TinyLM, lm_loss
 from tests.parity import near
 from tests.world import World
 
 pytestmark = pytest.mark.self_checks
 
 
-class BuiltAtOnce(LitTiny):
-    """Has no ``configure_model``."""
+def in_other_trainer(engine: str, mode: str, directory: str) -> Ran:
+    """The same in the Trainer of ``pytorch_lightning``."""
+    import pytorch_lightning
 
-    configure_model = pl.LightningModule.configure_model
+    import lt_tiled.pytorch_lightning as home
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        LitTiny.configure_model(self)
+    kinds = {
+        "module": type("LitTiny", (Tiny, pytorch_lightning.LightningModule), {}),
+        "observer": type("Look", (Look, pytorch_lightning.Callback), {}),
+    }
+    return in_trainer(engine, mode, directory, home=home, kind=pytorch_lightning.Trainer, **kinds)
 
 
-LOOPS = {"trainer": in_trainer, "fabric": in_fabric}
+LOOPS = {"trainer": in_trainer, "fabric": in_fabric, "pytorch_lightning": in_other_trainer}
 
 
-@pytest.mark.table("trainer-.*-loss|fabric-(ddp|fsdp2|zero3)-loss|.*-ddp-.*|fabric-(fsdp|fsdp2|zero2)-tiled")
+@pytest.mark.table(
+    "trainer-.*-loss|fabric-(ddp|fsdp2|zero3)-loss|(trainer|fabric)-ddp-.*|fabric-(fsdp|zero2)-tiled"
+    "|pytorch_lightning-(fsdp2|zero2)-loss"
+)
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_losses_are_the_untiled_ones(loop: str, engine: str, mode: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     """Losses of several optimizer steps and of validation equal the untiled run's, on sequences of unequal length in
-    Fabric.
+    Fabric, and no file is left.
     """
+    if loop == "pytorch_lightning":
+        pytest.importorskip(loop)
     untiled = on_ranks.once(LOOPS[loop], engine, "untiled", "")
-    shards = (4, 4) if loop == "trainer" else (5, 2)
-    for rank, (plain, tiled) in enumerate(
-        zip(untiled, on_ranks(LOOPS[loop], engine, mode, str(tmp_path)), strict=True)
-    ):
+    tiled = on_ranks(LOOPS[loop], engine, mode, str(tmp_path))
+    shards = (5, 2) if loop == "fabric" else (4, 4)
+    for plain, found, count in zip(untiled, tiled, shards, strict=True):
         assert len(plain.losses) >= 3
         assert plain.losses[-1] != plain.losses[0]
-        assert tiled.losses == near(plain.losses)
-        assert tiled.val_losses == near(plain.val_losses)
+        assert found.losses == near(plain.losses)
+        assert found.val_losses == near(plain.val_losses)
         assert (plain.tiles, plain.blocks) == ([], 0)
-        assert tiled.tiles == [shards[rank]] * 2
-        assert tiled.blocks == (0 if mode == "tiled" else 2)
-        assert (tiled.disk_bytes > 0) == (mode == "loss")
-        assert tiled.left == 0
+        assert found.tiles == [count] * 2
+        assert found.blocks == (0 if mode == "tiled" else 2)
+        assert (found.disk_bytes > 0) == (mode == "loss")
+        assert found.left == 0
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.table("trainer-(zero3|fsdp|fsdp2)")
-@pytest.mark.parametrize("engine", SHARDED)
-@pytest.mark.parametrize("loop", LOOPS)
-def test_engines_agree(loop: str, engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:
-    """A sharded engine with everything on has the losses of DDP with everything off, with a LightningModule that has no
-    ``configure_model`` and no hook for engines.
+class HoldsWeights(LitTiny):
+    """Has no ``configure_model`` and no hook for engines, as most LightningModules, and weights of its own: a position
+    embedding, and a tied head whose weight its steps use.
     """
-    alike = {"module": BuiltAtOnce} if loop == "trainer" else {"accumulate": False}  # zero.Init draws other weights
-    plain = on_ranks.once(partial(LOOPS[loop], **alike), "ddp", "untiled", "")
-    sharded = on_ranks(partial(LOOPS[loop], **alike), engine, "loss", str(tmp_path))
-    assert [r.losses for r in sharded] == [near(r.losses) for r in plain]
+
+    configure_model = pl.LightningModule.configure_model
+
+    def __init__(self, tiled_loss: bool = False) -> None:
+        super().__init__(tiled_loss=tiled_loss)
+        torch.manual_seed(0)
+        net = TinyLM()
+        self.embed, self.blocks, self.head = net.embed, net.blocks, net.head
+        self.position = nn.Parameter(torch.randn(24, 16))
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def loss(self, ids: Tensor) -> Tensor:
+        if not self.tiled_loss:
+            return lm_loss(self.head(self(ids)), ids)
+        return tiled_linear_cross_entropy(self(ids), self.head.weight, ids, num_shards=3, shift=True)
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        loss = self.loss(ids)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, ids: Tensor, index: int) -> None:
+        self.val_losses.append(float(self.loss(ids)))
+
+    def predict_step(self, ids: Tensor, index: int) -> Tensor:
+        return self.head(self.forward(ids))
 
 
-class BuiltFromAnySeed(BuiltAtOnce):
+@pytest.mark.table("zero3|fsdp|fsdp2")
+@pytest.mark.parametrize("engine", SHARDED)
+def test_engines_agree(engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    """A sharded engine with everything on has the losses of DDP with everything off, with a LightningModule that knows
+    nothing of engines and holds weights itself.
+    """
+    run = partial(in_trainer, module=HoldsWeights)
+    mode = "disk" if engine == "zero3" else "loss"  # its steps do not see the head's weight
+    plain, sharded = on_ranks.once(run, "ddp", "untiled", ""), on_ranks(run, engine, mode, str(tmp_path))
+    assert [(r.losses, r.val_losses) for r in sharded] == [(near(r.losses), near(r.val_losses)) for r in plain]
+
+
+class BuiltFromAnySeed(HoldsWeights):
     """Has other weights and another buffer on each rank."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -93,9 +141,8 @@ class BuiltFromAnySeed(BuiltAtOnce):
 def test_ranks_that_built_other_weights(world: World) -> None:
     """FSDP2 shards the model of rank 0, with its buffers, as DDP does: losses equal DDP's on both ranks."""
     run = partial(in_trainer, module=BuiltFromAnySeed)
-    assert [r.losses for r in world(run, "fsdp2", "tiled", "")] == [
-        near(r.losses) for r in world(run, "ddp", "untiled", "")
-    ]
+    plain, sharded = world(run, "ddp", "untiled", ""), world(run, "fsdp2", "tiled", "")
+    assert [r.losses for r in sharded] == [near(r.losses) for r in plain]
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +152,60 @@ def one_rank() -> Iterator[World]:
     world.close()
 
 
-@pytest.mark.table("trainer-fsdp2|fabric-(ddp|zero3)")
+@pytest.mark.table("trainer-(fsdp2|zero3)|fabric-(ddp|zero3)")
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", ["trainer", "fabric"])
 def test_one_device(loop: str, engine: str, one_rank: World, tmp_path: Path) -> None:
-    """Every engine runs on one device, ZeRO-3 too, with the losses of plain training."""
+    """Every engine runs in a single process, ZeRO-3 too, with the losses of plain training."""
     alike = {"built": True} if loop == "trainer" else {"accumulate": False}
     (plain,) = one_rank(partial(LOOPS[loop], **alike), "ddp", "untiled", str(tmp_path))
     (tiled,) = one_rank(partial(LOOPS[loop], **alike), engine, "disk", str(tmp_path))
     assert tiled.losses == near(plain.losses)
     assert tiled.disk_bytes > 0
+
+
+class WrapsByHand(LitTiny):
+    """Wraps its blocks in ``configure_model``, in the context that FSDP's strategy gives."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            super().configure_model()
+            self.net.blocks = nn.ModuleList(wrap(block) for block in self.net.blocks)
+
+
+ARGUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "tiled_fsdp2": ("tiled_fsdp2", {}),
+    "tiled_deepspeed_stage_3_offload": ("tiled_deepspeed_stage_3_offload", {}),
+    "ddp, unused allowed": ("ddp", {"find_unused_parameters": True}),
+    "ddp, static graph": ("ddp", {"static_graph": True}),
+    "ddp, bucket view": ("ddp", {"gradient_as_bucket_view": True}),
+    "fsdp, policy of blocks": ("fsdp", {"auto_wrap_policy": {Block}}),
+    "fsdp, policy of tiled modules": ("fsdp", {"auto_wrap_policy": ModuleWrapPolicy({GatedMLP})}),
+    "fsdp, policy of norms": ("fsdp", {"auto_wrap_policy": {nn.LayerNorm}, "tiling": False}),
+    "fsdp, hybrid": ("fsdp", {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (1, 2)}),
+    "fsdp, gradients only": ("fsdp", {"sharding_strategy": "SHARD_GRAD_OP"}),
+    "fsdp, no sharding": ("fsdp", {"sharding_strategy": "NO_SHARD"}),
+    "fsdp, cpu offload": ("fsdp", {"cpu_offload": True}),
+    "fsdp, by hand": ("fsdp", {}),
+}
+"""Registered names, and arguments of an engine's own."""
+
+
+def losses_with(_: str, name: str) -> list[float]:
+    engine, options = ARGUMENTS[name]
+    module: Any = WrapsByHand() if name == "fsdp, by hand" else LitTiny()
+    if engine.startswith("tiled"):
+        module.configure_model()
+    chosen = engine if engine.startswith("tiled") else strategy(lt_tiled, engine, **{"tiling": 4, **options})
+    trainer(chosen, devices=dist.get_world_size()).fit(module)
+    assert options.get("tiling") is False or module.forwards_replaced == {6}
+    return module.losses
+
+
+@pytest.mark.table("tiled_.*|ddp, static graph|fsdp, (policy of norms|cpu offload|by hand)")
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments(name: str, on_ranks: OnRanks) -> None:
+    """``Trainer(strategy=name)`` tiles, and an engine's own arguments work, on the CPU as well, with DDP's losses."""
+    plain = on_ranks.once(losses_with, "ddp", "ddp, unused allowed")
+    found = on_ranks(losses_with, "zero3" if "deepspeed" in name else "ddp", name)
+    assert found == [near(losses) for losses in plain]

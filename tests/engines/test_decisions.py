@@ -10,39 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_tiled import Tiling, prepare, tile
-from tests.engines.cells import draw, error_of, launch, set_up, step_on, whole_weights, wrapped
+from tests.engines.cells import draw, whole_weights, wrapped
 from tests.engines.conftest import OnRanks
-from tests.engines.kinds import Layers, Mixing, of_lengths
+from tests.engines.kinds import Layers, Mixing
 from tests.models import GatedMLP
 from tests.parity import errors
-from tests.world import World
 
 pytestmark = pytest.mark.self_checks
-
-
-def orders(engine: str, lengths: tuple[int, int]) -> list[list[str]]:
-    """The names of the weights as the gradients of each of three steps arrived, with each length on each rank."""
-    fabric, net = launch(engine), Layers()
-    model, optimizer = set_up(fabric, net, engine)
-    arrived: list[str] = []
-    for name, p in net.named_parameters():
-        p.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
-    found = []
-    for step in range(3):
-        step_on(fabric, optimizer, of_lengths(*lengths)(model, step, dist.get_rank()))
-        found.append(arrived.copy())
-        arrived.clear()
-    fabric.strategy.release()
-    return found
-
-
-@pytest.mark.parametrize("engine", ["zero1", "zero2"])
-def test_the_order_of_the_gradients(engine: str, on_ranks: OnRanks) -> None:
-    """Under ZeRO-1 and 2, gradients arrive in one order on every rank, in as many tiles as its length gives."""
-    for lengths in ((4096, 512), (1, 4096)):
-        first, second = on_ranks(orders, engine, lengths)
-        assert first == second == [first[0]] * 3
-        assert len(first[0]) == len(set(first[0])) == 25
 
 
 def prepared(net: Layers) -> None:
@@ -110,36 +84,3 @@ def test_what_one_rank_decides(stage: str, decision: str, on_ranks: OnRanks) -> 
     untiled, found = (on_ranks(one_step, stage, decision, tiles) for tiles in (False, True))
     for true, weights in zip(untiled, found, strict=True):
         assert max(errors(weights, true).values()) < 1e-5
-
-
-class Communicates(GatedMLP):
-    """Scales tokens by a number that all ranks exchange in its forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.gate.weight.detach().mean() * (1 + dist.get_rank())
-        dist.all_reduce(scale)
-        return super().forward(x) * (1 + scale)
-
-
-def communicating(named: bool | None) -> tuple[dict[str, Tensor], str]:
-    """The gradients of a step on 48 and 20 tokens, 3 and 2 tiles, and the error of a module that a user named."""
-    torch.manual_seed(0)
-    net = Layers()
-    for block in net.blocks:
-        block.mlp = Communicates()
-        if named:
-            tile(block.mlp, tile_tokens=16)
-    if named is False:
-        prepare(net, tiling=Tiling(tile_tokens=16))
-    ids = draw((1, (48, 20)[dist.get_rank()]), dist.get_rank())
-    _, said = error_of(lambda: net(ids).square().mean().backward())
-    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}, said
-
-
-def test_what_communicates_stays_untiled(world: World) -> None:
-    """A module in which ranks exchange something runs untiled, or is refused where a user named it, and none waits."""
-    untiled, prepared_alone, named = (world(communicating, each) for each in (None, False, True))
-    for (true, _), (found, _), (_, said) in zip(untiled, prepared_alone, named, strict=True):
-        assert found.keys() == true.keys() != set()
-        assert max(errors(found, true).values()) < 1e-5
-        assert "communicates with other ranks in its forward" in said
