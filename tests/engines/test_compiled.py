@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lt_tiled
 from lt_tiled import Tiling, prepare
-from tests.engines.cells import draw, wrapped
+from tests.engines.cells import draw, step_on, wrapped
 from tests.engines.conftest import OnRanks
 from tests.lit import LitTiny, trainer
 from tests.models import TinyLM, lm_loss
@@ -77,36 +77,6 @@ def test_compiled(how: str, engines: tuple[str, ...], on_ranks: OnRanks) -> None
             assert graphs[1] == graphs[-1]
 
 
-def losses(engine: str, compiled: bool) -> list[float]:
-    """The losses of steps on these lengths, with blocks that are compiled or not."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    net = TinyLM()
-    prepare(net, tiling=Tiling(4), activation_checkpointing=True)
-    for block in net.blocks if compiled else []:
-        block.compile(backend="aot_eager")
-    model, backward, step = wrapped(engine, net)
-    found = []
-    for lengths in LENGTHS:
-        ids = draw((2, lengths[dist.get_rank()]), dist.get_rank())
-        loss = lm_loss(model(ids), ids)
-        backward(loss)
-        step()
-        found.append(float(loss.detach()))
-    return found
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
-def test_losses(engine: str, on_ranks: OnRanks) -> None:
-    """Compiled blocks have the losses of uncompiled ones: the rank that compiles nothing waits for the other."""
-    plain = on_ranks(losses, engine, False)
-    assert on_ranks(losses, engine, True, timeout=PATIENCE) == [near(each) for each in plain]
-
-
-POLICIES: dict[str, Any] = {"tiling": Tiling(4), "activation_checkpointing": True}
-
-
 class Plain(LitTiny):
     """Keeps nothing in its step, so that nothing in it makes the compiler compile again."""
 
@@ -120,69 +90,52 @@ class Look(pl.Callback):
     def __init__(self) -> None:
         self.losses, self.graphs = list[float](), list[int]()
 
-    def on_train_batch_end(self, run: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
-        self.losses.append(float(outputs["loss"]))
+    def note(self, loss: Tensor) -> None:
+        self.losses.append(float(loss.detach()))
         self.graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
+    def on_train_batch_end(self, run: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
+        self.note(outputs["loss"])
+
     def on_train_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
-        report = run.strategy.prepared[0].report()
-        self.report = [(row.path, row.tiles) for row in report.tiled], [row.path for row in report.blocks]
+        self.report = str(run.strategy.prepared[0].report())
 
 
-def in_trainer(compiled: bool, steps: int = 4) -> Look:
+def looked(loop: str, compiled: bool) -> Look:
+    """Train a module that is compiled, or not, before the loop gets it. Fabric may compile it anew."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    module, look = Plain(), Look()
-    module.configure_model()
-    strategy = lt_tiled.TiledSingleDeviceStrategy(device="cpu", **POLICIES)
-    run = trainer(strategy, callbacks=[look], max_steps=steps, limit_val_batches=0)
-    run.fit(torch.compile(module, backend="eager") if compiled else module)
+    torch.manual_seed(0)
+    look, options = Look(), {"device": "cpu", "tiling": Tiling(4), "activation_checkpointing": True}
+    if loop == "trainer":
+        module = Plain()
+        module.configure_model()
+        run = trainer(lt_tiled.TiledSingleDeviceStrategy(**options), callbacks=[look], limit_val_batches=0)
+        run.fit(torch.compile(module, backend="eager") if compiled else module)
+        return look
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=lt_tiled.fabric.TiledSingleDeviceStrategy(**options))
+    fabric.launch()
+    net: Any = TinyLM()
+    optimizer: Any = torch.optim.SGD(net.parameters(), 1.0)
+    net = torch.compile(net, backend="eager") if compiled else net
+    model, optimizer = fabric.setup(net, optimizer, _reapply_compile=loop == "fabric, compiled anew")
+    for length in (24, 20, 16, 24, 28):
+        ids = draw((2, length), 0)
+        loss = lm_loss(model(ids), ids)
+        look.note(loss)
+        step_on(fabric, optimizer, loss)
+    look.report = str(fabric.strategy.prepared[0].report())
+    fabric.strategy.release()
     return look
 
 
 @pytest.mark.slow
-def test_trainer() -> None:
-    """A LightningModule in ``torch.compile`` trains in Trainer as an uncompiled one, with the same report, and compiles
+@pytest.mark.parametrize("loop", ["trainer", "fabric", "fabric, compiled anew"])
+def test_compiled_before(loop: str) -> None:
+    """A compiled module trains in Trainer and in Fabric as an uncompiled one, with the same report, and compiles
     nothing after its second step.
     """
-    plain, look = in_trainer(False), in_trainer(True)
+    plain, look = looked(loop, False), looked(loop, True)
     assert look.losses == near(plain.losses)
     assert look.report == plain.report
     assert 0 < look.graphs[1] == look.graphs[-1]
-
-
-def in_fabric(compiled: bool, reapply: bool = True) -> tuple[list[float], list[int], Any]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch.manual_seed(0)
-    net, found, graphs = TinyLM(), list[float](), list[int]()
-    fabric = Fabric(
-        accelerator="cpu", devices=1, strategy=lt_tiled.fabric.TiledSingleDeviceStrategy(device="cpu", **POLICIES)
-    )
-    fabric.launch()
-    module = torch.compile(net, backend="eager") if compiled else net
-    model, optimizer = fabric.setup(module, torch.optim.SGD(net.parameters(), 1.0), _reapply_compile=reapply)
-    for length in (24, 20, 16, 24, 28):
-        ids = draw((2, length), 0)
-        loss = lm_loss(model(ids), ids)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    report = fabric.strategy.prepared[0].report()
-    fabric.strategy.release()
-    return found, graphs, ([(row.path, row.tiles) for row in report.tiled], [row.path for row in report.blocks])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reapply", [True, False])
-def test_fabric(reapply: bool) -> None:
-    """A compiled model trains in Fabric as an uncompiled one, with the same report, whether Fabric compiles it anew
-    after wrapping it or not, and compiles nothing after its second length.
-    """
-    plain, _, report = in_fabric(False)
-    found, graphs, compiled_report = in_fabric(True, reapply)
-    assert found == near(plain)
-    assert compiled_report == report
-    assert 0 < graphs[1] == graphs[-1]
