@@ -138,10 +138,10 @@ def _warning_of_nothing(strict: bool) -> Iterator[None]:
 
 
 class Prepared(AbstractContextManager["Prepared"]):
-    """A model that is tiled and activation-checkpointed until :meth:`release`. Usable in ``with``.
+    """A model that is tiled and activation-checkpointed until :meth:`release`. It is a context manager.
 
     Attributes:
-        offloader: Where the block inputs go, if they are offloaded; its ``stats`` tell what it did.
+        offloader: The offloader of block inputs, or ``None``. Its ``stats`` are the bytes that it moved.
     """
 
     def __init__(
@@ -219,22 +219,22 @@ def prepare(
 
     Args:
         model: Any module. Its ``state_dict`` keys, classes and results do not change.
-        tiling: Which modules run tile by tile: a policy, a number of tiles, ``True``; ``None`` for none.
-        activation_checkpointing: Which blocks are recomputed in the backward pass: a policy, ``True``, where their
-            inputs are offloaded to; ``None`` for none.
-        loss: Whether transformers models compute their loss in tiles in training, where ``output.logits`` is then
-            ``None``: ``True``, or how many tiles; ``"always"`` for evaluation, too.
-        sequence_parallel: How the ranks of ``group`` share each sequence: a policy or their number; ``None`` if they do
-            not. All of them call the model with the same inputs, and gradients are averaged over all ranks.
-        group: The process group that shares each sequence; by default all ranks.
+        tiling: ``True``, a number of tiles, or a ``Tiling``. ``None`` and ``False`` turn tiling off.
+        activation_checkpointing: ``True``, or an ``ActivationCheckpointing``. ``"cpu"``, ``"disk"`` and ``"cpu+disk"``
+            also offload block inputs. ``None`` and ``False`` turn activation checkpointing off.
+        loss: ``True`` or a number of tiles to compute the loss of transformers models in tiles in training, where
+            ``output.logits`` is then ``None``. ``"always"`` does so in evaluation as well.
+        sequence_parallel: The number of ranks that share each sequence, or a ``SequenceParallel``. All of them must
+            call the model with the same inputs, and gradients must be averaged over all ranks.
+        group: The process group that shares each sequence, by default all ranks.
 
     Returns:
-        A handle that reports what was done and undoes it.
+        A handle that reports how modules ran and restores the model.
 
     Raises:
-        ValueError: If a policy names a module that is not there, or one that cannot be tiled.
+        ValueError: If a policy names a module that does not exist or cannot be tiled.
         NothingFoundError: If a policy finds no module.
-        OffloadError: If the place to offload to cannot be used, or has no room for its budget.
+        OffloadError: If the directory cannot be used, or the disk has no room for the budget.
     """
     policies = AppliesPolicies()
     policies.strict = True

@@ -20,7 +20,7 @@ __all__ = [
 
 
 class TiledSingleDeviceStrategy(single_device.FollowsAccelerator, base.TiledFabricStrategy, SingleDeviceStrategy):
-    """Tiling and activation checkpointing on the one device that Fabric's arguments name."""
+    """Tiling and activation checkpointing on the device that Fabric's arguments name."""
 
 
 class TiledDDPStrategy(base.TiledFabricStrategy, DDPStrategy):

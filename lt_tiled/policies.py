@@ -19,7 +19,7 @@ LossShards = int | Literal["auto", "always"]
 
 @dataclass(frozen=True)
 class Tiling:
-    """Which modules run tile by tile, and how.
+    """Settings of tiled modules.
 
     Raises:
         ValueError: If a count is not positive, both counts are given, ``accumulate`` is unknown, ``targets``
@@ -27,26 +27,26 @@ class Tiling:
     """
 
     num_shards: int | Literal["auto"] = "auto"
-    """Tiles per call. ``"auto"`` uses ``ceil(12 * intermediate_size / hidden_size)`` tiles of at least 4096 tokens,
-    1024 for small weights; more would hardly lower the peak memory."""
+    """Number of tiles per call. ``"auto"`` uses ``ceil(12 * intermediate_size / hidden_size)`` tiles of at least 4096
+    tokens, or 1024 for small weights; more would hardly lower the peak memory."""
     tile_tokens: int | None = None
-    """The most tokens of a tile. Give this or ``num_shards``, not both."""
+    """Largest number of tokens per tile. Give this or ``num_shards``, not both."""
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
-    """``"auto"`` (the MLP of each block, and norms), ``"mlp"`` (no norms but those next to an MLP), a class name or
-    path glob (``model.layers.*.mlp``) of modules or of their methods (``BertLayer.feed_forward_chunk``), or a list of
-    these. In Python also a function that takes a module's path and the module and returns whether to tile it."""
+    """Modules to tile. ``"auto"`` selects the MLP of each block and norms, ``"mlp"`` each MLP and the norms next to it.
+    Otherwise a class name, a path glob (``model.layers.*.mlp``), a method (``BertLayer.feed_forward_chunk``), or a list
+    of these. In Python, also a function that takes a module's path and the module and returns whether to tile it."""
     accumulate: Literal["float32", "param"] = "float32"
-    """The dtype in which gradients of 16-bit weights are summed over the tiles. ``"param"`` saves the float32 buffer,
-    but its rounding error grows with the number of tiles."""
+    """Dtype in which gradients of 16-bit weights are summed over the tiles. ``"param"`` saves the float32 buffer, but
+    its rounding error grows with the number of tiles."""
     self_check: bool = True
-    """Run a few tokens of the first tiled input with and without tiles, and raise an error if outputs or gradients
-    differ."""
+    """Whether to run a few tokens of the first tiled input with and without tiles, and to raise an error if outputs or
+    gradients differ."""
     compare: Compare = "raise"
-    """What the end of the backward pass does where the recompute of tiles computed other values than their forward
-    pass: ``"raise"`` an error, or ``"warn"``."""
+    """Whether to ``"raise"`` an error or to ``"warn"`` at the end of a backward pass in which the recompute of a tile
+    computed other values than its forward pass."""
     compile: bool | dict[str, Any] = False
-    """Compile the module's own forward, which tiles run: ``True``, or arguments of ``torch.compile`` such as
-    ``{mode: max-autotune}``."""
+    """Whether to compile the module's own forward, which tiles run. Arguments of ``torch.compile`` are passed as a
+    dictionary, such as ``{mode: max-autotune}``."""
 
     def __post_init__(self) -> None:
         check_count("num_shards", self.num_shards, "auto")
@@ -64,41 +64,41 @@ class Tiling:
 
 @dataclass(frozen=True)
 class ActivationCheckpointing:
-    """Which blocks use activation checkpointing, and where their inputs are offloaded until the backward pass.
+    """Settings of activation checkpointing and of offloading block inputs.
 
     Raises:
         ValueError: If a value is out of bounds, or configures a tier that ``offload`` does not use.
     """
 
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
-    """``"auto"`` (the repeated layers of the model), a class name or path glob (``model.layers.*``), or a list of
-    these. In Python also a function that takes a module's path and the module and returns whether to choose it."""
+    """Blocks to recompute. ``"auto"`` selects the repeated layers of the model. Otherwise a class name, a path glob
+    (``model.layers.*``), or a list of these. In Python, also a function that takes a module's path and the module and
+    returns whether to recompute it."""
     offload: Tiers | None = None
-    """Where to offload block inputs of at least 1 MiB: pinned CPU memory, disk, or CPU memory first and then disk.
-    ``None`` keeps them on the device."""
+    """Where to offload block inputs of at least 1 MiB. ``"cpu"`` is pinned CPU memory, and ``"cpu+disk"`` uses the disk
+    once CPU memory is full. ``None`` keeps inputs on the device."""
     directory: str | None = None
-    """A directory on the disk to use, ``~`` included, by default the system's temporary directory. No file is left in
-    it."""
+    """Directory on the disk to use, by default the system's temporary directory. No file is left in it."""
     cpu_budget: int | str | None = None
-    """CPU memory of one node, shared by its ranks: bytes, or a string such as ``"32GiB"``. By default half of the
+    """CPU memory of a node, shared by its ranks, in bytes or as a string such as ``"32GiB"``. By default, half of the
     memory that is available."""
     disk_budget: int | str | None = None
-    """Disk space of one node, shared by its ranks and reserved at setup. By default the file grows as needed."""
+    """Disk space of a node, shared by its ranks and reserved at setup. By default, the file grows as needed."""
     prefetch: int = 2
-    """How many block inputs to load ahead in the backward pass, with what their blocks keep, up to 4 GiB."""
+    """Number of block inputs to load ahead in the backward pass, up to 4 GiB."""
     keep_last: int = 1
-    """How many of the last blocks keep their inputs on the device, because the backward pass needs them first."""
+    """Number of last blocks whose inputs stay on the device, because the backward pass needs them first."""
     direct_io: bool = True
-    """Bypass the page cache if the filesystem supports it."""
+    """Whether to bypass the page cache if the filesystem supports it."""
     keep: Keep | None = None
-    """Operators whose outputs a block keeps for its recompute, which skips them. ``"attention"``: attention in all its
-    kernels, and what ranks that share a sequence exchange for it. Or names such as ``["aten.mm.default"]``, or a
-    function ``(ctx, operator, *args, **kwargs) -> CheckpointPolicy``, as
-    ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it; in YAML its dotted path. Outputs are
-    offloaded like block inputs. What runs in tiles is not kept."""
+    """Operators whose outputs a block saves instead of recomputing them. ``"attention"`` selects sdpa, flash and flex
+    attention, and the tensors that ranks exchange for it. Otherwise names such as ``["aten.mm.default"]``, or a
+    function ``(ctx, operator, *args, **kwargs) -> CheckpointPolicy`` as for
+    ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, in YAML its dotted path. Outputs are offloaded like
+    block inputs. Operators inside tiles are always recomputed."""
     compare: Compare = "raise"
-    """What the end of the backward pass does where the recompute of a block computed other values than its forward
-    pass: ``"raise"`` an error, or ``"warn"``."""
+    """Whether to ``"raise"`` an error or to ``"warn"`` at the end of a backward pass in which the recompute of a block
+    computed other values than its forward pass."""
 
     def __post_init__(self) -> None:
         _check_targets(self.targets)
@@ -123,21 +123,21 @@ ActivationCheckpointingLike = bool | Tiers | ActivationCheckpointing
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """How the ranks of a group share each sequence.
+    """Settings of sequence parallelism.
 
     Raises:
         ValueError: If a value is out of bounds.
     """
 
     size: int = 1
-    """Ranks that share a sequence. It divides the number of ranks."""
+    """Number of ranks that share a sequence. It must divide the number of all ranks."""
     targets: str | Sequence[str] = "auto"
-    """``"auto"`` (a causal model of transformers from its token ids to its loss, other models from their first block to
-    their last), or class names or path globs of modules that take hidden states ``[B, S, H]``, each of which is shared
-    from its input to its output."""
+    """Parts of the model that are shared. ``"auto"`` shares a causal model of transformers from its token ids to its
+    loss, and other models from the first block to the last. Otherwise class names or path globs of modules that take
+    hidden states ``[B, S, H]`` and return hidden states."""
     self_check: bool = True
-    """Run some tokens of the first input whole on each rank and shared, past each length that the configuration names,
-    and raise an error if outputs, or what attention is given, differ."""
+    """Whether to run some tokens of the first input whole on each rank and shared, and to raise an error if outputs or
+    gradients differ."""
 
     def __post_init__(self) -> None:
         check_count("size", self.size)

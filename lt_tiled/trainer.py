@@ -9,7 +9,7 @@ from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2, single_device
 class TiledSingleDeviceStrategy(
     single_device.FollowsAccelerator, base.TiledTrainerStrategy, strategies.SingleDeviceStrategy
 ):
-    """Tiling and activation checkpointing on the one device that the Trainer's arguments name."""
+    """Tiling and activation checkpointing on the device that the Trainer's arguments name."""
 
 
 class TiledDDPStrategy(base.TiledTrainerStrategy, strategies.DDPStrategy):
@@ -35,7 +35,7 @@ class TiledModelParallelStrategy(fsdp2.TrainerFSDP2, strategies.ModelParallelStr
 
     A module needs no ``configure_model``. If it does not parallelize the model there, each block becomes an FSDP unit,
     and the LightningModule becomes the FSDP root: its own weights are all-gathered in its ``forward`` and in its steps.
-    ``"auto"`` sizes use all ranks for data parallelism, or what the other size leaves.
+    ``"auto"`` sizes use all ranks for data parallelism, or the ranks that the other size leaves.
 
     Raises:
         ValueError: At setup, if a size does not divide the ranks, or the model cannot be sharded by blocks; in the

@@ -20,24 +20,24 @@ from lt_tiled.sequence_parallel.groups import Groups
 class TiledCallback(AppliesPolicies, TrainerCallback):
     """Prepares the model of a Trainer before its engine wraps it: ``Trainer(..., callbacks=[TiledCallback()])``.
 
-    At the end of training the first rank prints what was tiled and recomputed, and the model is restored. After an
-    exception, call :meth:`release`.
+    At the end of training, the first rank prints a report, and the model is restored. After an exception, call
+    :meth:`release`.
 
     Args:
-        tiling: What runs tile by tile: ``True``, a number of tiles, or a policy; ``False`` and ``None`` turn it off.
-        activation_checkpointing: Which blocks are recomputed, and where their inputs are offloaded to. It takes the
-            place of ``TrainingArguments(activation_checkpointing=True)``, which is turned off.
-        loss: Whether transformers models compute their loss in tiles in training, where ``output.logits`` is then
-            ``None``: ``True``, or how many tiles; ``"always"`` for evaluation, too, which leaves ``compute_metrics``
-            without logits. Trainers of TRL have tiled losses of their own.
-        sequence_parallel: How the ranks share each sequence: a policy or their number. The Trainer needs a data loader
-            of :func:`share_batches`.
+        tiling: ``True``, a number of tiles, or a ``Tiling``. ``None`` and ``False`` turn tiling off.
+        activation_checkpointing: ``True``, or an ``ActivationCheckpointing``. ``"cpu"``, ``"disk"`` and ``"cpu+disk"``
+            also offload block inputs. It replaces ``TrainingArguments(activation_checkpointing=True)``.
+        loss: ``True`` or a number of tiles to compute the loss in tiles in training, where ``output.logits`` is then
+            ``None``. ``"always"`` does so in evaluation as well, where ``compute_metrics`` then gets no logits.
+            Trainers of TRL tile their losses themselves.
+        sequence_parallel: The number of ranks that share each sequence, or a ``SequenceParallel``. The Trainer needs a
+            data loader of :func:`share_batches`.
 
     Raises:
         ValueError: If a policy is not understood.
 
     Attributes:
-        report: What was done to the model, from the end of training on.
+        report: The report, from the end of training on.
     """
 
     def __init__(

@@ -16,17 +16,16 @@ from lt_tiled.policies import ActivationCheckpointingLike, Tiling
 
 
 class Tiled(AppliesPolicies, Callback):
-    """Applies the policies under a strategy of Lightning or your own, for Trainer and for Fabric.
+    """Applies the policies under any other strategy, for Trainer and for Fabric.
 
-    With a Trainer the model is prepared at the end of ``configure_model``, before the engine wraps it, and restored
+    With a Trainer, the model is prepared at the end of ``configure_model``, before the engine wraps it, and restored
     after ``fit`` (``validate``, ...), also after an exception. Fabric's ``setup`` prepares it after the engine has
     wrapped it, and :meth:`release` restores it.
 
     Args:
-        tiling: What runs tile by tile, as the strategies take it.
-        activation_checkpointing: Which blocks are recomputed, and where their inputs are offloaded, as the strategies
-            take it.
-        loss: Whether transformers models compute their loss in tiles, as the strategies take it.
+        tiling: As in the strategies.
+        activation_checkpointing: As in the strategies.
+        loss: As in the strategies.
     """
 
     def __init__(

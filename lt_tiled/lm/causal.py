@@ -28,7 +28,7 @@ from lt_tiled.sequence_parallel.ulysses import gathered
 
 
 class CausalLM(LightningModule):
-    """Trains a causal language model of Hugging Face, from scratch or from a local directory.
+    """Trains a causal language model of transformers, from scratch or from a local directory.
 
     Nothing is downloaded. Batches are dictionaries with ``input_ids``, integers of shape ``[B, S]``, and may have
     ``labels`` of that shape (-100 where there is no loss; not shifted) and other arguments of the model.

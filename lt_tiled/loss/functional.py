@@ -30,31 +30,30 @@ def tiled_linear_cross_entropy(
     shift: bool = False,
     count: Count = None,
 ) -> Tensor:
-    """``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` with the logits of one tile of tokens at a time.
+    """Compute ``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` without the full logits.
 
-    For ``"mean"`` and ``"sum"`` gradients are formed in the forward pass, with as many FLOPs as without tiles. With
-    ``"none"`` the logits are recomputed in the backward pass.
+    With ``"mean"`` and ``"sum"``, gradients are computed in the forward pass, without extra FLOPs. With ``"none"``, the
+    logits are recomputed in the backward pass.
 
     Args:
         hidden: ``[..., H]``.
-        weight: ``[V, H]``, as of ``nn.Linear``.
+        weight: ``[V, H]``, as in ``nn.Linear``.
         labels: Integers of shape ``[...]``.
         bias: ``[V]``.
-        num_shards: Tiles; with ``"auto"`` a tile has at most ``max(512, H / 2)`` tokens and does not raise the peak:
-            see :func:`~lt_tiled.loss.autograd.loss_bounds`. Tokens whose label does not count are left out.
-        ignore_index: The label of tokens that do not count.
-        label_smoothing: As of ``torch.nn.functional.cross_entropy``.
-        reduction: ``"mean"`` over the labels that count, ``"sum"``, or ``"none"`` for one loss per token.
+        num_shards: The number of tiles. With ``"auto"``, a tile has at most ``max(512, H / 2)`` tokens and does not
+            raise the peak.
+        ignore_index: The label of tokens to ignore. They are left out of the tiles.
+        label_smoothing: As in ``torch.nn.functional.cross_entropy``.
+        reduction: ``"mean"`` over the labels that are not ignored, ``"sum"``, or ``"none"`` for a loss per token.
         logit_softcap: See :class:`~lt_tiled.loss.cross_entropy.CrossEntropy`, as for the next two.
         logit_scale: A factor of the logits.
         z_loss: A penalty on the normalizer.
-        shift: Token ``t`` predicts label ``t + 1`` along the labels' last dimension, as in causal models.
-        count: For ``"mean"``, what to divide by instead of the labels that count here: a positive number, or
-            ``"global"`` for the mean of all ranks' counts, so that the mean of the ranks' gradients is that over all of
-            their labels.
+        shift: Whether token ``t`` predicts label ``t + 1`` along the labels' last dimension, as in causal models.
+        count: The divisor of ``"mean"`` instead of the number of labels. ``"global"`` is the mean of this number over
+            all ranks, so that averaged gradients weight all labels equally.
 
     Returns:
-        The loss, in float32 for 16-bit logits: a scalar, or with ``"none"`` of the labels' shape.
+        The loss, in float32 for 16-bit logits. It is a scalar, or has the labels' shape with ``"none"``.
 
     Raises:
         ValueError: If shapes do not fit or a value is out of bounds.
@@ -72,9 +71,9 @@ def tiled_linear_cross_entropy(
 def tiled_token_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Return the log-probability of each label, for DPO and other preference losses: ``[...]``, zero where ignored.
+    """Return the log-probability of each label, ``[...]``, for DPO and other preference losses. Ignored labels get 0.
 
-    The options are those of :func:`tiled_linear_cross_entropy` but for the reduction, and so are the errors raised.
+    The options are those of :func:`tiled_linear_cross_entropy` except ``reduction``, and so are the errors raised.
     """
     return -tiled_linear_cross_entropy(hidden, weight, labels, bias, reduction="none", **options)
 

@@ -208,15 +208,15 @@ def calls_attention(module: nn.Module) -> bool:
 
 
 def shared_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return an attention function that attends to the tokens of all ranks where they share a sequence.
+    """Return an attention function that attends to the tokens of all ranks that share a sequence.
 
-    For functions other than ``F.scaled_dot_product_attention``, such as ``flex_attention`` or a compiled one, in
-    hand-written models: ``attention = shared_attention(flex_attention)``.
+    Use it in hand-written models for functions other than ``F.scaled_dot_product_attention``, such as
+    ``flex_attention``: ``attention = shared_attention(flex_attention)``.
 
     Args:
-        function: Takes queries ``[B, H, S, D]``, keys and values ``[B, K, S, D]``, and other arguments, which it gets
-            as they are: masks are those of all tokens, and of every head alike. Where ranks share a sequence it is
-            called with a part of the heads.
+        function: Takes queries ``[B, H, S, D]``, keys and values ``[B, K, S, D]``, and other arguments, which are
+            passed unchanged. If ranks share a sequence, it is called with a part of the heads. So masks must cover all
+            tokens and be the same for every head.
 
     Returns:
         The function with the same arguments.

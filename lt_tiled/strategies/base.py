@@ -34,14 +34,12 @@ class TiledStrategy(Base):
     It must precede Lightning's class in the bases.
 
     Args:
-        tiling: What runs tile by tile: ``True``, a number of tiles, or a ``Tiling``; ``None`` and ``False`` turn
-            tiling off.
-        activation_checkpointing: Which blocks are recomputed in the backward pass, and where their inputs are
-            offloaded. ``True`` keeps these inputs on the device; ``"cpu"``, ``"disk"`` and ``"cpu+disk"`` offload them;
-            ``False`` turns activation checkpointing off.
-        loss: Whether transformers models compute their loss in tiles in training, where ``output.logits`` is then
-            ``None``: ``True``, or how many tiles; ``"always"`` for evaluation, too.
-        sequence_parallel: How many ranks share each sequence, or a ``SequenceParallel``.
+        tiling: ``True``, a number of tiles, or a ``Tiling``. ``None`` and ``False`` turn tiling off.
+        activation_checkpointing: ``True``, or an ``ActivationCheckpointing``. ``"cpu"``, ``"disk"`` and ``"cpu+disk"``
+            also offload block inputs. ``None`` and ``False`` turn activation checkpointing off.
+        loss: ``True`` or a number of tiles to compute the loss of transformers models in tiles in training, where
+            ``output.logits`` is then ``None``. ``"always"`` does so in evaluation as well.
+        sequence_parallel: The number of ranks that share each sequence, or a ``SequenceParallel``.
     """
 
     def __init__(

@@ -27,25 +27,25 @@ def tile(
     self_check: bool = True,
     compile: bool | dict[str, Any] = False,
 ) -> Target:
-    """Let one position-wise module, or a method of a module, run tile by tile.
+    """Run a position-wise module, or a method of a module, tile by tile.
 
-    Its results, gradients, ``state_dict`` keys and hooks do not change; only the intermediates of one tile are alive.
+    Results, gradients, ``state_dict`` keys and hooks do not change. Only one tile's intermediates exist at a time.
 
     Args:
-        target: What works position by position on hidden states ``[B, S, H]`` or ``[T, H]``: a module (an MLP, an MoE
-            block, a norm) or a module's method (``layer.feed_forward_chunk``). It is tiled in place.
-        num_shards: This and the others are fields of :class:`~lt_tiled.Tiling`.
-        tile_tokens: The most tokens of a tile.
+        target: A module (an MLP, an MoE block, a norm) or a module's method (``layer.feed_forward_chunk``) that is
+            position-wise on hidden states ``[B, S, H]`` or ``[T, H]``. It is tiled in place.
+        num_shards: The number of tiles, as in :class:`~lt_tiled.Tiling`.
+        tile_tokens: The largest number of tokens per tile.
         accumulate: The dtype in which gradients of 16-bit weights are summed.
         self_check: Whether to compare a few tokens with and without tiles in the first call.
-        compile: Whether, or with which arguments of ``torch.compile``, to compile the module's own forward.
+        compile: Whether to compile the module's own forward, or the arguments of ``torch.compile`` for that.
 
     Returns:
         The same module, or the tiled method.
 
     Raises:
-        ValueError: If it is tiled already, or cannot be tiled, or a value is out of bounds. In its first
-            call, if an engine would shard its weights between tiles.
+        ValueError: If it is already tiled, cannot be tiled, or a value is out of bounds. In the first call, if an
+            engine would shard its weights between tiles.
         TypeError: If it is neither a module nor a module's method.
     """
     policy = Tiling(

@@ -56,19 +56,19 @@ def verify(
     reference: bool = True,
     **trainer: Any,
 ) -> Verification:
-    """Compare a training step of a model without and with lt_tiled, and return what differs by how much.
+    """Compare a training step of a model without and with lt_tiled.
 
-    The model stays as it is: copies of it are trained. Dropout is off, because tiles draw masks of their own, and zeros
+    Copies of the model are trained, so the model does not change. Dropout is off, because tiles draw other masks. Zeros
     of trained weights are replaced by small numbers, because they would stop gradients.
 
     Args:
         model: A LightningModule, or any module.
-        batch: A batch. Sequences of a few hundred tokens are enough, because the tiles are made that small.
-        step: For loops with Fabric or plain PyTorch: a function that takes the model and the batch and returns the
-            loss. By default that of ``training_step``, or of the output of the model.
-        strategy: A strategy with its settings, as for a Trainer, which is also that of the same name for Fabric.
+        batch: A batch. Sequences of a few hundred tokens are enough, because tiles are made small as well.
+        step: A function that takes the model and the batch and returns the loss, for loops with Fabric or plain
+            PyTorch. By default, ``training_step``, or the loss in the output of the model.
+        strategy: A strategy for a Trainer, with its settings.
         reference: Whether to compute the step in float64 as well (float32 for 16-bit weights), on each device without
-            sharding. Without it errors are relative to the untiled step. Turn it off if the step draws random numbers.
+            sharding. Otherwise errors are relative to the untiled step. Turn it off if the step draws random numbers.
         trainer: Other arguments of the Trainer, such as ``precision`` and ``devices``.
 
     Raises:

@@ -68,7 +68,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """One line: pass or fail, why, and what to do next."""
+        """A line that begins with ``pass`` or ``fail``, with the reason and the remedy."""
         row = self.worst
         figures = f"error {row.tiled:.1e} of {row.allowed:.1e} allowed"
         if not row.passed:
