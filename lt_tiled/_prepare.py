@@ -32,9 +32,9 @@ from lt_tiled.policies import (
 from lt_tiled.recompute.blocks import BlockOffload, BlockPatch, find_checkpointable, turn_off_own_checkpointing
 from lt_tiled.recompute.keep import keeps_attention, policy_of
 from lt_tiled.report import Report
-from lt_tiled.sequence_parallel.door import Door
 from lt_tiled.sequence_parallel.enable import enable, find_doors, reach_attention
 from lt_tiled.sequence_parallel.groups import group_of
+from lt_tiled.sequence_parallel.ulysses import Door
 from lt_tiled.tiling.call import EngineNeeds, Owner
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled
 

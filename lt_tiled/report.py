@@ -75,7 +75,7 @@ class Report:
                 if block.offload is not None:
                     offloaded = block.offload.offloader.stats
             for part in get_patches(module, SharedBlock):
-                shared[part.door.owner] = part.door.size
+                shared[part.door.owner] = part.door.policy.size
         return cls(tuple(tiled), tuple(blocks), tuple(losses), tuple(norms), offloaded, tuple(shared.items()))
 
     def summary(self) -> str:

@@ -185,7 +185,7 @@ class CausalLM(LightningModule):
             rows = logits.float().view(-1, logits.shape[-1])
             loss = F.cross_entropy(rows, labels.flatten(), reduction="none").view(labels.shape)
             losses.append(gathered(loss))
-            return loss.mean()
+            return losses[-1].mean()
 
         # Adapters and engines may wrap the transformers model.
         model = next(module for module in self.model.modules() if isinstance(module, PreTrainedModel))
@@ -193,7 +193,7 @@ class CausalLM(LightningModule):
             self.model(**inputs)
         if not losses:  # the model does not call its loss function
             loss_function(self(inputs["input_ids"]))
-        return losses[0][:, :-1]
+        return losses[-1][:, :-1]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         weights = [(plain_name(name), weight) for name, weight in self.named_parameters() if weight.requires_grad]

@@ -23,7 +23,7 @@ class CachePatch(Patch):
     """On each model of transformers, of which any may be called first.
 
     Models make a cache by default, also in training, where nobody reads it and it would hold the keys and values of all
-    layers. As with transformers' own gradient checkpointing they make none where gradients are on.
+    layers. As with transformers' own gradient checkpointing they make none in training and where gradients are on.
     """
 
     order = Order.CALLER
@@ -32,9 +32,10 @@ class CachePatch(Patch):
         function = type(module).forward
         given = by_name(function, args, kwargs)
         undecided = given.get("use_cache") is None and not has_cache(given)
-        if undecided and "use_cache" in argument_names(function)[len(args) :] and torch.is_grad_enabled():
+        trains = torch.is_grad_enabled() or module.training or given.get("labels") is not None
+        if undecided and trains and "use_cache" in argument_names(function)[len(args) :]:
             kind = type(module).__name__
-            inform(f"{kind} is recomputed, so it makes no key-value cache while gradients are on", once=f"cache {kind}")
+            inform(f"{kind} makes no key-value cache in training and while gradients are on", once=f"cache {kind}")
             kwargs = kwargs | {"use_cache": False}
         return self.inner(module, *args, **kwargs)
 

@@ -120,6 +120,13 @@ class Precision:
         return nullcontext() if self.dtype is None else torch.autocast(self.kind, enabled=False)
 
 
+def rounds_products() -> bool:
+    """Whether products of float32 may be rounded to TF32 or bfloat16."""
+    # torch.get_float32_matmul_precision() raises where these attributes were set.
+    backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    return any(backend.fp32_precision in ("tf32", "bf16") for backend in backends)
+
+
 # Variables of other packages
 
 

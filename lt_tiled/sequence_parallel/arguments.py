@@ -1,8 +1,12 @@
-"""The arguments of a call: those with a dimension of tokens are cut to the rank's own, and the others stay whole."""
+"""The arguments of a call: those with a dimension of tokens are cut to the rank's own, and the others stay whole.
+
+Rotary tables are computed for all tokens, and then cut.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -12,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.cache import by_name
+from lt_tiled.modules.patch import Order, Patch
+from lt_tiled.sequence_parallel.ulysses import shared_pass
 
 DOCUMENTS = ("cu_seq_lens", "max_length", "seq_idx")
 """How arguments begin that tell the places of packed documents, which functions over all tokens need whole."""
@@ -31,80 +37,111 @@ class Call:
         return by_name(type(self.module).forward, self.args, self.kwargs)
 
     @cached_property
-    def tokens(self) -> Tensor | None:
-        """Token ids ``[B, S]`` or hidden states ``[B, S, H]``: the first tensor of tokens if none has a known name."""
-        first = [self.arguments.get("input_ids"), self.arguments.get("inputs_embeds")]
-        for value in first + list(self.arguments.values()):
-            if isinstance(value, Tensor) and value.dim() >= 2:
-                return value
+    def tokens(self) -> Any:
+        """Token ids ``[B, S]`` or hidden states ``[B, S, H]``: or the first tensor if none has a known name."""
+        for name in ("input_ids", "inputs_embeds", *self.arguments):
+            for leaf in pytree.tree_leaves(self.arguments.get(name)):
+                if isinstance(leaf, Tensor) and leaf.dim() >= 2:
+                    return leaf
         return None
 
     def run(self, forward: Callable[..., Any]) -> Any:
         return forward(self.module, *self.args, **self.kwargs)
 
+    def replaced(self, new: dict[str, Any]) -> Call:
+        """Return the call with other values of some arguments."""
+        arguments = self.arguments | new
+        count = len(self.args)
+        return Call(self.module, tuple(arguments.values())[:count], dict(list(arguments.items())[count:]))
+
+    def changed(self, change: Callable[[str, Any], Any]) -> Call:
+        """Return the call with a change of each value, of which it gets the name of the argument."""
+        new: dict[str, Any] = {}
+        for name, value in self.arguments.items():
+            new[name] = pytree.tree_map(partial(change, name), value)
+        return self.replaced(new)
+
     def with_tokens(self, tokens: Tensor) -> Call:
-        """Return the call for other ``tokens``, as many as these."""
-        old = self.tokens
-        return self.replaced(**pytree.tree_map(lambda leaf: tokens if leaf is old else leaf, self.arguments))
+        """Return the call for other tokens."""
+        return self.changed(lambda _, value: tokens if value is self.tokens else value)
+
+    def cut(self, owner: str, total: int, part: Callable[[Tensor, int], Tensor], masks: bool = False) -> Call:
+        """Return the call with a part of each tensor of ``total`` tokens, except :attr:`tokens` and masks.
+
+        ``part`` gets a tensor and the dimension of its tokens. With ``masks`` they are cut too, in each such dimension.
+        """
+
+        def cut(name: str, value: Any) -> Any:
+            if isinstance(value, Tensor) and value is not self.tokens:
+                for dim in token_dims(owner, name, value, total, masks):
+                    value = part(value, dim)
+            return value
+
+        return self.changed(cut)
 
     def shortened(self, owner: str, total: int, tokens: int) -> Call:
         """Return the call with the first tokens alone, and without the places of packed documents."""
-        assert self.tokens is not None
         kwargs = {name: value for name, value in self.kwargs.items() if not name.startswith(DOCUMENTS)}
-        call = Call(self.module, self.args, kwargs)
 
         def first(tensor: Tensor, dim: int) -> Tensor:
             return tensor.narrow(dim, 0, tokens)
 
-        return call.changed(owner, total, first(self.tokens, 1), first, masks=True)
-
-    def changed(
-        self, owner: str, total: int, tokens: Any, change: Callable[[Tensor, int], Tensor], masks: bool = False
-    ) -> Call:
-        """Return the call for other ``tokens``, with a change of each other tensor of ``total`` tokens.
-
-        Args:
-            owner: The name in messages.
-            total: The sequence length.
-            tokens: Takes the place of :attr:`tokens`.
-            change: Gets a tensor and the dimension of its tokens.
-            masks: Change masks too, once for each dimension of tokens; otherwise they stay as they are.
-        """
-
-        def changed(name: str, leaf: Any) -> Any:
-            if leaf is self.tokens:
-                return tokens
-            if isinstance(leaf, Tensor) and (masks or not is_mask(name, leaf, total)):
-                for dim in token_dims(owner, name, leaf, total):
-                    leaf = change(leaf, dim)
-            return leaf
-
-        return self.replaced(**{n: pytree.tree_map(partial(changed, n), value) for n, value in self.arguments.items()})
-
-    def replaced(self, **new: Any) -> Call:
-        arguments, count = self.arguments | new, len(self.args)
-        return Call(self.module, tuple(arguments.values())[:count], dict(list(arguments.items())[count:]))
+        short = Call(self.module, self.args, kwargs).with_tokens(first(self.tokens, 1))
+        return short.cut(owner, total, first, masks=True)
 
 
-def is_mask(name: str, tensor: Tensor, total: int) -> bool:
-    """Whether a tensor is a mask or a bias of attention, which is needed for all tokens."""
-    sizes = tensor.shape
+def token_dims(owner: str, name: str, tensor: Tensor, total: int, masks: bool) -> list[int]:
+    """Return the dimensions of tokens: one or none, and two of a mask or a bias of attention if ``masks``."""
+    dims = [dim for dim, size in enumerate(tensor.shape) if size == total]
     numbers = tensor.is_floating_point() or tensor.dtype == torch.bool  # and not position ids of as many rows
-    square = numbers and len(sizes) >= 2 and sizes[-1] == sizes[-2] == total
-    padding = len(sizes) == 4 and sizes[-1] == total and sizes[-2] == 1
-    return "mask" in name or square or padding
-
-
-def token_dims(owner: str, name: str, tensor: Tensor, total: int) -> list[int]:
-    """Return the dimensions of tokens: one, two of a mask, or none."""
+    padding = tensor.dim() == 4 and tensor.shape[-2:] == (1, total)
     if name.startswith(DOCUMENTS):
         return []
-    dims = [dim for dim, size in enumerate(tensor.shape) if size == total]
-    if not tensor.is_floating_point() and tensor.dtype != torch.bool and "mask" not in name:
-        return dims[-1:]  # token or position ids [B, S]
-    if len(dims) > 1 and not is_mask(name, tensor, total):
+    if "mask" in name or padding or (numbers and tensor.shape[-2:] == (total, total)):
+        return dims if masks else []
+    if len(dims) > 1 and numbers:
         raise ValueError(
             f"{owner} was called with {name} of the shape {list(tensor.shape)}, and sequence parallelism cannot tell"
             f" which dimension has the {total} tokens: use another sequence length."
         )
-    return dims
+    return dims[-1:]  # token or position ids [B, S]
+
+
+# Rotary tables
+
+
+class RotaryPatch(Patch):
+    """On a module that computes rotary tables: it is given the positions of all tokens.
+
+    With ``rope_type`` dynamic or longrope, other frequencies are used where the last position is above a length.
+    """
+
+    order = Order.POSITIONS
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = shared_pass.get()
+        call = Call(module, args, kwargs)
+        positions = call.arguments.get("position_ids")
+        if state is None or not isinstance(positions, Tensor) or positions.shape[-1] != state.length:
+            return call.run(self.inner)
+        everything = state.all_positions(positions)
+        tables = call.changed(lambda _, value: everything if value is positions else value).run(self.inner)
+
+        def own_rows(table: Tensor) -> Tensor:  # [..., S, D] or [..., S], without the memory of the others
+            for dim in (-2, -1):
+                if table.dim() >= -dim and table.shape[dim] == state.total:
+                    return state.own(table, dim).clone()
+            return table
+
+        return pytree.tree_map_only(Tensor, own_rows, tables)
+
+
+def find_rotary(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the modules in modules that compute something from ``position_ids``, and have no weights."""
+    found: set[nn.Module] = set()
+    for module in modules:
+        for part in module.modules():
+            takes_positions = "position_ids" in inspect.signature(type(part).forward).parameters
+            if takes_positions and next(part.parameters(), None) is None:
+                found.add(part)
+    return found

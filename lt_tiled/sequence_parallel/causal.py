@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled._log import inform
 from lt_tiled.loss.cross_entropy import shifted, wide_dtype
 from lt_tiled.modules.cache import loss_function_set
 from lt_tiled.modules.patch import Order, Patch, is_of
-from lt_tiled.sequence_parallel.agreement import check_same_batch
 from lt_tiled.sequence_parallel.arguments import Call
-from lt_tiled.sequence_parallel.blocks import around_blocks, end_pass
-from lt_tiled.sequence_parallel.collectives import group_mean
-from lt_tiled.sequence_parallel.door import Door
-from lt_tiled.sequence_parallel.masks import masks_of
-from lt_tiled.sequence_parallel.self_check import Checked, checking
-from lt_tiled.sequence_parallel.ulysses import UlyssesState, current, entered
+from lt_tiled.sequence_parallel.blocks import batch
+from lt_tiled.sequence_parallel.groups import check_same_batch, check_same_block, group_mean, name_of
+from lt_tiled.sequence_parallel.self_check import check_once, checking
+from lt_tiled.sequence_parallel.states import STATE_LAYERS
+from lt_tiled.sequence_parallel.ulysses import Door, UlyssesState, held, shared_pass
 
 
 class SharedModel(Patch):
@@ -39,112 +37,74 @@ class SharedModel(Patch):
         self.door = door
         self.rotary = rotary
         """Whether positions are rotary tables, so that nothing else before the blocks needs all tokens."""
-        self.checked = Checked(door)
+        self.checked: dict[bool, int] = {}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call, door = Call(module, args, kwargs), self.door
-        if current() is not None or checking() is not None:
+        call = Call(module, args, kwargs)
+        door = self.door
+        check = checking.get()
+        if shared_pass.get() is not None or (check is not None and check.whole):
             return call.run(self.inner)
-        to_loss, trains = False, module.training or call.arguments.get("labels") is not None
-        if not door.hand_written:
-            to_loss = self._is_shared_to_loss(call)
-            refuse_outputs(door.owner, call, to_loss)
-            call = without_unused_cache(call) if trains else call
-        if (trains or door.hand_written) and not is_partial(call):  # ranks may generate apart
-            tokens = call.tokens
-            total = 0 if tokens is None or tokens.dim() > 3 else tokens.shape[1]
-            self.checked.run(call, self._decoded if to_loss else self._run, total)
-        if to_loss:
-            return self._to_loss(call)
-        with around_blocks(door.owner, call):
-            return call.run(self.inner)
+        to_loss = self._is_shared_to_loss(call)
+        for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
+            asked = call.arguments.get(name)
+            if asked is None:
+                asked = getattr(getattr(module, "config", None), name, False)
+            if asked and not (to_loss and name == "output_router_logits"):  # which are all-gathered
+                raise ValueError(
+                    f"{door.owner} is asked for {name}, of which each rank has its own tokens: with sequence"
+                    " parallelism set it to False."
+                )
+        # Ranks may generate apart, so these calls are not compared.
+        trains = door.hand_written or module.training or call.arguments.get("labels") is not None
+        if trains and check is None and not is_partial(call):
+            check_once(door, self.checked, call, self)
+        return self._to_loss(call) if to_loss else self._by_blocks(call)
 
     def _is_shared_to_loss(self, call: Call) -> bool:
-        """Whether a call of a causal model is shared from its token ids to its loss.
+        """Whether a call of a causal model computes the loss of all its tokens, and its own code works on some of them.
 
-        Otherwise it is shared up to the last block: GPT-2 reshapes behind its blocks to the shape of all.
+        Loss functions of users may divide by a count of their own, and take no labels that are shifted already. GPT-2
+        reshapes behind its blocks to the shape of all tokens, and noise of embeddings depends on their number.
         """
-        if not computes_loss(call):
-            return False
         model: Any = call.module
-        noise = model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None)
-        if self.rotary and self.door.mode is None and not noise:
-            return True
-        inform(
-            f"{self.door.owner} computes what is before and behind its blocks for all tokens on each rank: it has no"
-            " rotary position embeddings, its embeddings have noise, or it calls torch's attention itself",
-            once=f"all tokens {self.door.owner}",
-        )
-        return False
+        function: Any = getattr(model, "loss_function", None)
+        known = is_of(function, ("transformers.", "lt_tiled."))
+        if call.arguments.get("labels") is None or is_partial(call) or not known:
+            return False
+        text = model.config.get_text_config() is model.config and model.base_model is not model
+        taken = inspect.signature(type(model).forward).parameters.keys()
+        takes = {"position_ids", "attention_mask"} <= taken and "shift_labels" in inspect.signature(function).parameters
+        if not (self.rotary and text and takes) or self.door.finds_attention:
+            return False
+        return not (model.training and getattr(model.get_input_embeddings(), "neftune_noise_alpha", None))
 
     def _to_loss(self, call: Call) -> Any:
         """Run a causal model on the rank's own tokens, and return its output with the loss of the whole sequence."""
         check_same_batch(self.door.owner, self.door.group, call.arguments)
         state, own = shared_arguments(self.door, call)
         as_tuple = own.pop("return_dict", None) is False
-        with shared_loss(state, call), entered(state):
+        with shared_loss(state, call, own), held(shared_pass, state):
             output = self.inner(call.module, **own)
-        end_pass(state, output["loss"])
-        output["loss"] = group_mean(output["loss"], state.name)  # of those that ranks computed from their own labels
+        check_same_block(state, "the end of the blocks")
+        output["loss"] = group_mean(output["loss"], name_of(state.group))  # each rank has its own labels
         if output.get("logits") is not None:
             output["logits"] = None  # those of this rank's tokens
-        return output.to_tuple() if as_tuple else output
+        if as_tuple:
+            output = output.to_tuple()
+        return output
 
-    # In a self-check
-
-    def _decoded(self, call: Call, shared: bool) -> list[Tensor]:
-        """Return the hidden states that the decoder of a causal model gives to its head."""
-        model = cast(Any, call.module)
-        if not shared:
-            given, state = call.arguments | {"use_cache": False}, None
-        else:
-            state, given = shared_arguments(self.door, call)
-        taken = inspect.signature(type(model.base_model).forward).parameters
-        with entered(state):
-            output = model.base_model(**{name: value for name, value in given.items() if name in taken})
-            return [output[0] if state is None else state.gathered(output[0])]
-
-    def _run(self, call: Call, shared: bool) -> list[Tensor]:
-        """Return the floating-point tensors of a model's output."""
-        with around_blocks(self.door.owner, call) if shared else nullcontext():
+    def _by_blocks(self, call: Call) -> Any:
+        """Run a model whose blocks are shared. Refuse a call that ends between the first and the last of them."""
+        with held(batch, call), held(shared_pass, None):
             output = call.run(self.inner)
-        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        return [leaf for leaf in leaves if leaf.is_floating_point()]
-
-
-# What a call wants
-
-
-def refuse_outputs(owner: str, call: Call, to_loss: bool) -> None:
-    """Raise ``ValueError`` if a call asks for outputs of which each rank has its own tokens.
-
-    Router logits are gathered in a model that is shared ``to_loss``.
-    """
-    for name in ("output_attentions", "output_hidden_states", *([] if to_loss else ["output_router_logits"])):
-        asked = call.arguments.get(name)
-        if getattr(call.module.config, name, False) if asked is None else asked:
-            raise ValueError(
-                f"{owner} is asked for {name}, of which each rank has its own tokens: with sequence parallelism set"
-                " it to False."
-            )
-
-
-def computes_loss(call: Call) -> bool:
-    """Whether a call computes the loss of all of its tokens, by a function that takes labels that are shifted already.
-
-    Other loss functions may divide by a count of their own.
-    """
-    model: Any = call.module
-    function = getattr(model, "loss_function", None)
-    has_tokens = call.arguments.get("input_ids") is not None or call.arguments.get("inputs_embeds") is not None
-    if call.arguments.get("labels") is None or not has_tokens or is_partial(call):
-        return False
-    if function is None or not is_of(function, ("transformers.", "lt_tiled.")):
-        return False
-    text = model.config.get_text_config() is model.config
-    taken = inspect.signature(type(model).forward).parameters
-    known = {"position_ids", "attention_mask"} <= set(taken) and model.base_model is not model
-    return text and known and "shift_labels" in inspect.signature(function).parameters
+            if shared_pass.get() is not None:
+                raise ValueError(
+                    f"{self.door.owner}: the last of the blocks was not called after it began to share the sequence."
+                    " Call the blocks up to the last one, or name one module around them in"
+                    " SequenceParallel(targets=...)."
+                )
+        return output
 
 
 def is_partial(call: Call) -> bool:
@@ -154,73 +114,79 @@ def is_partial(call: Call) -> bool:
     return continues or isinstance(some, Tensor) or bool(some)
 
 
-def without_unused_cache(call: Call) -> Call:
-    """Return the call without the key-value cache that is the default, of which training has no use."""
-    parameters = inspect.signature(type(call.module).forward).parameters
-    asked = call.arguments.get("use_cache") is not None or call.arguments.get("past_key_values") is not None
-    config: Any = call.module.config
-    has_cache = getattr(config.get_text_config(), "use_cache", False)
-    takes = "use_cache" in parameters or (has_cache and any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
-    return Call(call.module, call.args, call.kwargs | {"use_cache": False}) if takes and not asked else call
-
-
-# From all tokens to the rank's own
-
-
 def shared_arguments(door: Door, call: Call) -> tuple[UlyssesState, dict[str, Any]]:
     """Return the state of a pass that is shared to the loss, and the model's arguments for the rank's own tokens."""
-    tokens, positions = call.tokens, call.arguments.get("position_ids")
-    assert tokens is not None
-    total = tokens.shape[1]
+    tokens = call.tokens
     # 1. Masks and positions of all tokens.
-    masks, documents = masks_of(door.owner, call, tokens)
-    mask = None
-    if not isinstance(masks, dict):
-        mask = masks
-        masks = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)  # four dimensions: it makes no other
+    masks, documents = masks_of(call, tokens)
+    positions = call.arguments.get("position_ids")
     if positions is None:
-        positions = torch.arange(total, device=tokens.device)[None]
-    state = door.state(total, positions=positions, documents=documents, mask=mask, decoder_mask=masks)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    state = door.state(tokens.shape[1], to_loss=True, positions=positions, documents=documents, masks=masks)
     # 2. The rank's own tokens. The head is given the padding of all, and its decoder is not.
-    own = call.changed(door.owner, total, state.own(tokens), state.own).arguments
+    own = call.with_tokens(state.own(tokens)).cut(door.owner, state.total, state.own).arguments
     padding = call.arguments.get("attention_mask")
     return state, own | {"attention_mask": padding, "position_ids": state.own_positions, "use_cache": False}
 
 
+def masks_of(call: Call, tokens: Tensor) -> tuple[Any, tuple[int, ...]]:
+    """Return the masks of all tokens as the model makes them: one, or one for each kind of layer.
+
+    Packed documents that the position ids show are returned as their lengths instead, where attention can run on each.
+    """
+    from transformers.masking_utils import create_masks_for_generate
+
+    model: Any = call.module
+    config = model.config
+    mask = call.arguments.get("attention_mask")
+    positions: Any = call.arguments.get("position_ids")
+    # 1. Documents that attend to themselves alone need no mask.
+    kinds = set(getattr(config, "layer_types", None) or ())
+    plain = kinds - STATE_LAYERS - {"mlp", "moe"} <= {"full_attention"}
+    if not kinds:
+        plain = not (getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None))
+    is_packed = positions is not None and mask is None and tokens.shape[0] == 1
+    if is_packed and plain and config._attn_implementation == "sdpa":
+        starts = (positions[0].diff() != 1).nonzero().flatten().add(1).tolist()
+        if starts:
+            if kinds & STATE_LAYERS:  # models look masks up by the kinds of their parts
+                kinds |= {"full_attention", "linear_attention"}
+            documents = [high - low for low, high in pairwise([0, *starts, tokens.shape[1]])]
+            return dict.fromkeys(kinds) or None, tuple(documents)
+    # 2. The model's own function, or that of transformers.
+    like = torch.empty((), dtype=model.dtype, device=tokens.device).expand(*tokens.shape[:2], 1)
+    make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    return make(config, like, mask, None, positions), ()
+
+
 @contextmanager
-def shared_loss(state: UlyssesState, call: Call) -> Iterator[None]:
+def shared_loss(state: UlyssesState, call: Call, own: dict[str, Any]) -> Iterator[None]:
     """Let a model compute its loss from the rank's own labels, which are shifted before they are cut.
 
     Each rank divides by the mean of the ranks' counts of labels: see NOTE [Sequence parallelism].
     """
-    model = cast(Any, call.module)
-    function, calls = model.loss_function, 0
-    default = inspect.signature(function).parameters.get("ignore_index")
-    ignored = call.arguments.get("ignore_index", -100 if default is None else default.default)
-    targets = call.arguments.get("shift_labels")
+    model: Any = call.module
+    function = model.loss_function
+    ignored = call.arguments.get("ignore_index", -100)
+    targets: Any = call.arguments.get("shift_labels")
     if targets is None:
         targets = shifted(call.arguments["labels"], ignored)
-    # Tokens that repeat the last one have no label.
-    own = state.own(targets).clone()
-    own[:, state.count :] = ignored
+    # 1. Tokens that repeat the last one have no label. Another loss than that of this function finds no labels at all.
+    labels = state.own(targets).clone()
+    labels[:, state.count :] = ignored
+    own["labels"] = torch.full_like(labels, ignored)
 
     def loss_function(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
+        # 2. The whole sequence's count, as the model was given it.
         count = kwargs.get("num_items_in_batch")
         if count is None:
             count = (targets != ignored).sum()
         kwargs["num_items_in_batch"] = torch.as_tensor(count, device=logits.device).to(wide_dtype(logits)) / state.size
-        kwargs["shift_labels"] = own
+        kwargs["shift_labels"] = labels
         return function(logits, *args, **kwargs)
 
     with loss_function_set(model, loss_function):
         yield
-    if calls != 1:
-        raise ValueError(
-            f"{state.owner} did not compute its loss by its loss_function, so its labels cannot be shared: call it"
-            " without labels and compute the loss from its output."
-        )
 
 
 class DecoderPatch(Patch):
@@ -232,20 +198,19 @@ class DecoderPatch(Patch):
     order = Order.POSITIONS
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state, call = current(), Call(module, args, kwargs)
-        if state is None or state.decoder_mask is None:
+        state = shared_pass.get()
+        call = Call(module, args, kwargs)
+        if state is None or not state.to_loss:
             return call.run(self.inner)
-        output = call.replaced(attention_mask=state.decoder_mask).run(self.inner)
+
+        def of_all(logits: Tensor) -> Tensor:  # [B * S, E] or [B, S, E]
+            rows = state.gathered(logits.reshape(-1, state.length, logits.shape[-1]))
+            return rows.flatten(0, 1) if logits.dim() == 2 else rows
+
+        masks = state.masks
+        if not isinstance(masks, dict) and call.tokens is not None:
+            masks = call.tokens.new_ones(1, 1, 1, 1, dtype=torch.bool)  # for four dimensions it makes no other
+        output = call.replaced({"attention_mask": masks}).run(self.inner)
         if output.get("router_logits") is not None:
-            output["router_logits"] = _of_all_tokens(state, output["router_logits"])
+            output["router_logits"] = pytree.tree_map_only(Tensor, of_all, output["router_logits"])
         return output
-
-
-def _of_all_tokens(state: UlyssesState, logits: Any) -> Any:
-    """Return router logits ``[B * S, E]`` or ``[B, S, E]`` for those of the rank's own tokens, in one all-gather."""
-    leaves, form = pytree.tree_flatten(logits)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    rows = [tensor.reshape(-1, state.length, tensor.shape[-1]) for tensor in tensors]
-    parts = state.gathered(torch.cat(rows, -1)).split([row.shape[-1] for row in rows], -1)
-    whole = iter(p.flatten(0, 1) if t.dim() == 2 else p for t, p in zip(tensors, parts, strict=True))
-    return pytree.tree_unflatten([next(whole) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)

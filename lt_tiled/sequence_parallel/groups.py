@@ -1,10 +1,19 @@
-"""The groups of ranks that share sequences, and which data each group takes."""
+"""The groups of ranks that share sequences: which data each takes, what its ranks compare, and their collectives."""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lt_tiled.recompute.mode import is_backward
 
 
 @dataclass(frozen=True)
@@ -25,53 +34,154 @@ class Groups:
                 f"sequence_parallel={size} needs as many ranks, and there is one: use a distributed strategy such as"
                 " tiled_ddp, or sequence_parallel=1."
             )
-        world, rank = dist.get_world_size(), dist.get_rank()
+        world = dist.get_world_size()
         check_size(size, world)
-        key = dist.group.WORLD, size
-        if key not in _made:
-            _made[key] = dist.new_subgroups(size)[0]
-        return cls(_made[key], rank // size, world // size)
+        return cls(_subgroup(dist.group.WORLD, size), dist.get_rank() // size, world // size)
 
 
-_made: dict[tuple[dist.ProcessGroup | None, int], dist.ProcessGroup] = {}
-"""The group of this rank by the group of all ranks and the size: each group has threads and, on a GPU, memory."""
+@cache  # each group has threads and, on a GPU, memory
+def _subgroup(world: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+    """Return this rank's group of a size, made of the group of all ranks."""
+    group: dist.ProcessGroup = dist.new_subgroups(size)[0]
+    return group
 
 
+@cache
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of the same ranks with collectives of the CPU, for which no rank waits for its device."""
     if "gloo" in dist.get_backend_config(group):
         return group
-    if group not in _hosts:
-        ranks = dist.get_process_group_ranks(group)
-        _hosts[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return _hosts[group]
-
-
-_hosts: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-
-
-def sizes_of(ranks: int) -> list[int]:
-    """Return the sizes that groups of these ranks can have."""
-    return [size for size in range(1, ranks + 1) if ranks % size == 0]
+    ranks = dist.get_process_group_ranks(group)
+    host: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return host
 
 
 def check_size(size: int, ranks: int) -> None:
     """Raise ``ValueError`` if groups of these ranks cannot have this size."""
-    if size not in (possible := sizes_of(ranks)):
+    if ranks % size:
+        possible = [number for number in range(1, ranks + 1) if ranks % number == 0]
         raise ValueError(f"sequence_parallel={size} does not divide the {ranks} ranks: choose one of {possible}.")
 
 
 def group_of(wanted: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return the group that shares sequences.
-
-    Raises:
-        ValueError: If the group, by default that of all ranks, has another size.
-    """
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    if group is None or group.size() != wanted:
-        size = 1 if group is None else group.size()
+    """Return the group that shares sequences, by default of consecutive ranks, or refuse one of another size."""
+    if group is None:
+        return Groups.of_size(wanted).group
+    if group.size() != wanted:
         raise ValueError(
-            f"sequence_parallel={wanted} and the process group has {size} ranks: pass a group of that size."
+            f"sequence_parallel={wanted} and the process group has {group.size()} ranks: pass a group of that size."
         )
     return group
+
+
+# What the ranks of a group compare
+
+
+def check_same_batch(owner: str, group: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` on all ranks of a group unless each of them has the same tensors in its arguments."""
+    if not isinstance(group, dist.ProcessGroup):  # a simulation, whose tensors have no values
+        return
+    text = ""
+    for name, value in arguments.items():
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, Tensor) and not leaf.is_nested:
+                text += f"{name} {leaf.dtype} {list(leaf.shape)} "
+                # What the model computed may differ: dropout in front of the blocks, sums in any order.
+                if leaf.grad_fn is None and leaf.layout is torch.strided:
+                    text += f"{_hash(leaf)} "
+    if not _is_same(group, text):
+        raise ValueError(
+            f"{owner} was given different batches on the {group.size()} ranks that share a sequence: use Lightning's"
+            " sampler, or give yours num_replicas=strategy.data_world_size, rank=strategy.data_rank and the same seed."
+        )
+
+
+def check_same_block(state: Any, block: str) -> None:
+    """Raise ``ValueError`` on all ranks unless each of them exchanges tokens in the same block next."""
+    if is_backward() or not isinstance(state.group, dist.ProcessGroup):  # a recompute repeats what they agreed on
+        return
+    if not _is_same(state.group, block):
+        raise ValueError(
+            f"{state.owner}: {block} comes next on this rank, and something else on another rank of the group."
+            " A block may leave itself out at random: draw the same numbers on all ranks, or leave none out."
+        )
+
+
+def _is_same(group: Any, text: str) -> bool:
+    """Whether all ranks of a group have the same text."""
+    mine = torch.tensor([zlib.crc32(text.encode())])
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=host_group(group))
+    return all(torch.equal(mine, other) for other in everyone)
+
+
+@torch.no_grad()
+def _hash(tensor: Tensor) -> int:
+    """Return a number that depends on the bytes and the place of each value."""
+    values = tensor.resolve_conj().reshape(-1).contiguous()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(values.itemsize, torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for chunk in values.view(integers).split(2**22):  # which bounds the memory that it takes
+        places = torch.arange(1, len(chunk) + 1, device=values.device)
+        mixed = (chunk.long() + 1) * (2 * places * 0x1E3779B97F4A7C15 + 1)  # odd, so that no bit is lost
+        # Sums of integers do not depend on their order, which differs between devices.
+        total = 31 * total + (mixed ^ (mixed >> 29)).sum()
+    return int(total)
+
+
+# Collectives. The backward pass of each is its exact adjoint. They are custom operators, so that torch.compile and
+# simulations on fake tensors see them.
+
+_GROUPS: dict[str, dist.ProcessGroup] = {}
+"""Operators take no process groups, only their names."""
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """Return the name by which the operators of this module find a process group."""
+    _GROUPS[group.group_name] = group
+    return group.group_name
+
+
+@torch.library.custom_op("lt_tiled::all_to_all", mutates_args=())
+def all_to_all(x: Tensor, group: str) -> Tensor:
+    """Send each rank its entry of a tensor ``[n, ...]``, and return the entries that arrive."""
+    out = x.new_empty(x.shape)
+    dist.all_to_all_single(out, x.contiguous(), group=_GROUPS[group])
+    return out
+
+
+@torch.library.custom_op("lt_tiled::all_gather", mutates_args=())
+def all_gather(x: Tensor, group: str) -> Tensor:
+    """Return the tensors of all ranks as one: ``[n, ...]``."""
+    out = x.new_empty(_GROUPS[group].size(), *x.shape)
+    dist.all_gather(list(out), x.contiguous(), group=_GROUPS[group])
+    return out
+
+
+@torch.library.custom_op("lt_tiled::reduce_scatter", mutates_args=())
+def reduce_scatter(x: Tensor, group: str) -> Tensor:
+    """Sum a tensor ``[n, ...]`` over all ranks, and return the rank's own entry."""
+    out = x.new_empty(x.shape[1:])
+    dist.reduce_scatter(out, list(x.contiguous()), group=_GROUPS[group])
+    return out
+
+
+@torch.library.custom_op("lt_tiled::group_mean", mutates_args=())
+def group_mean(x: Tensor, group: str) -> Tensor:
+    """Return the mean over the ranks. Its adjoint is the identity: ``n`` ranks return ``1 / n`` of each ``x``."""
+    out = x.detach().clone()
+    dist.all_reduce(out, group=_GROUPS[group])
+    return out.div_(_GROUPS[group].size())
+
+
+def _save_group(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.group = inputs[1]
+
+
+all_to_all.register_fake(lambda x, group: x.new_empty(x.shape))
+all_gather.register_fake(lambda x, group: x.new_empty(_GROUPS[group].size(), *x.shape))
+reduce_scatter.register_fake(lambda x, group: x.new_empty(x.shape[1:]))
+group_mean.register_fake(lambda x, group: torch.empty_like(x))
+all_to_all.register_autograd(lambda ctx, grad: (all_to_all(grad, ctx.group), None), setup_context=_save_group)
+all_gather.register_autograd(lambda ctx, grad: (reduce_scatter(grad, ctx.group), None), setup_context=_save_group)
+group_mean.register_autograd(lambda ctx, grad: (grad, None))

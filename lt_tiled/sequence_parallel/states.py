@@ -1,8 +1,8 @@
 """Layers that pass on a state from token to token, and causal convolutions, where ranks share a sequence.
 
-Models call module-level functions for both. These are replaced in the module that the layer's code belongs to. In a
-shared pass, a rule over all tokens (a scan, a delta rule) runs on a part of the heads, as attention does, and a
-convolution gathers the last tokens of the ranks before. Outside of a shared pass they compute as before.
+Models call module-level functions for both, of which :data:`FUNCTIONS` is the table. They are replaced in the files of
+the layers. In a shared pass, a rule over all tokens (a scan, a delta rule) runs on a part of the heads, as
+attention does, and a convolution gathers the last tokens of the ranks before.
 """
 
 from __future__ import annotations
@@ -10,97 +10,61 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.sequence_parallel.attention import replace
-from lt_tiled.sequence_parallel.collectives import all_gather
-from lt_tiled.sequence_parallel.exchange import HeadShard, begin_exchange, over_heads
-from lt_tiled.sequence_parallel.ulysses import UlyssesState, current
+from lt_tiled.sequence_parallel.attention import attend, replace
+from lt_tiled.sequence_parallel.exchange import block_name, over_heads
+from lt_tiled.sequence_parallel.groups import all_gather, check_same_block, name_of
+from lt_tiled.sequence_parallel.ulysses import UlyssesState
+
+STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
+"""The kinds of layers that mix tokens by these functions and attend to all tokens, as configurations name them."""
+DELTA = {"query": "groups", "key": "groups", "value": "heads", "g": "heads", "beta": "heads"}
+SCAN = {"hidden_states": "heads", "dt": "heads", "A": "vector", "B": "groups", "C": "groups"}
+SCAN |= {"D": "vector", "dt_bias": "vector", "z": "heads"}
+"""The tensors of a rule, ``[B, S, H]`` or ``[B, S, H, D]``, and what their entries belong to."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A function over all tokens, of which a rank computes some heads."""
+def _rule(kinds: dict[str, str], state: UlyssesState, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what a rule over all tokens returns for a rank's own, ``[B, S/n, H, D]``."""
+    # 1. Its tensors by name, with heads where attention has them. What it is given by position is not named alike.
+    others = dict(zip(kinds, args, strict=False)) | kwargs
+    tensors: dict[str, Tensor] = {}
+    dims: dict[str, int] = {}
+    for name, kind in kinds.items():
+        if isinstance(others.get(name), Tensor):
+            tensor = others.pop(name)
+            dims[name] = tensor.dim()
+            if kind != "vector":
+                tensor = _by_heads(tensor)
+            tensors[name] = tensor
+    positional = list(kinds)[: len(args)]
 
-    dims: dict[str, str]
-    """What the entries of each argument belong to: ``"heads"`` ``[B, S, H, ...]``, ``"groups"`` of heads
-    ``[B, S, G, D]``, or a ``"vector"`` of heads without tokens, ``[H]``. The first five are positional."""
-    with_state: bool = False
-    """Whether the function always returns its last state too."""
+    # 2. What a rank computes of all tokens. This may outlive the call, so it holds none of the rank's own tokens.
+    def compute(_: list[int], **own: Any) -> Tensor:
+        given = others | own
+        for name, tensor in own.items():
+            if kinds[name] != "vector":
+                given[name] = _by_tokens(tensor, dims[name])
+        found = function(*[given.pop(name) for name in positional], **given)
+        if isinstance(found, tuple):
+            found = found[0]
+        return _by_heads(found)
 
-
-_DELTA = {"query": "groups", "key": "groups", "value": "heads", "g": "heads", "beta": "heads"}
-_SCAN = {"hidden_states": "heads", "dt": "heads", "A": "vector", "B": "groups", "C": "groups"}
-_SCAN |= {"D": "vector", "dt_bias": "vector", "z": "heads"}
-STATE_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-"""The kinds of layers that mix tokens by functions below, as configurations of transformers name them."""
-RULES = {
-    "torch_chunk_gated_delta_rule": Rule(_DELTA, with_state=True),
-    "chunk_kimi_delta_attention": Rule(_DELTA, with_state=True),
-    "mamba2_chunk_scan": Rule(_SCAN),
-}
-"""The functions that mix tokens by a state, by the names that they have in transformers."""
-CONVOLUTION = "causal_conv1d_fn"
-FUSED = "mamba2_split_conv1d_scan_combined"
-"""A kernel of a whole layer: where it returns ``None``, as without kernels, the layer calls the functions above."""
-PADDING = "apply_mask_to_padding_states"
-"""Takes the tokens of padding out of hidden states, by a mask ``[B, S]``."""
-_OF_CHANNELS = "mamba_selective_scan"
-"""The rule of Mamba 1, whose state has no heads."""
-
-
-def _mixed(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function of a layer, which in a shared pass mixes the tokens of all ranks."""
-    state = current()
-    if state is None:
-        return function(*args, **kwargs)
-    if name == FUSED:
-        return None
-    if name == PADDING:
-        hidden, mask = args
-        is_whole = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == state.total
-        return function(hidden, state.own(mask) if is_whole else mask, **kwargs)
-    if name == CONVOLUTION:
-        return convolved(state, function, *args, **kwargs)
-    return scanned(state, name, function, args, kwargs)
-
-
-def scanned(state: UlyssesState, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-    """Return what a function over all tokens returns for a rank's own, ``[B, S/n, H, D]`` in its dimensions."""
-    rule = RULES[name]
-    arguments = dict(zip(rule.dims, args, strict=False)) | kwargs
-    names: dict[str, list[str]] = {"heads": [], "groups": [], "vector": []}
-    for argument, belongs in rule.dims.items():
-        if isinstance(arguments.get(argument), Tensor):
-            names[belongs].append(argument)
-    # The function below may outlive this call, so it holds none of the tensors of the rank's own tokens.
-    dims = {argument: arguments[argument].dim() for argument in names["heads"] + names["groups"]}
-    others = {key: value for key, value in kwargs.items() if key not in dims and key not in names["vector"]}
-    positional = list(rule.dims)[: len(args)]
-
-    def compute(_: HeadShard, queries: Sequence[Tensor], keys: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-        own = others | dict(zip(names["vector"], parts, strict=True))
-        for argument, tensor in zip(dims, [*queries, *keys], strict=True):
-            own[argument] = _by_tokens(tensor, dims[argument])
-        found = function(*[own.pop(argument) for argument in positional], **own)
-        return _by_heads(found[0] if isinstance(found, tuple) else found)
-
-    queries = [_by_heads(arguments[argument]) for argument in names["heads"]]
-    keys = [_by_heads(arguments[argument]) for argument in names["groups"]]
-    vectors = [arguments[argument] for argument in names["vector"]]
-    output = over_heads(state, name, queries, keys, vectors, compute)
+    output = over_heads(state, "a rule", kinds, tensors, compute)
     output = _by_tokens(output, 4).contiguous()  # models may call view on it
-    return (output, None) if rule.with_state else output
+    return (output, None) if kinds is DELTA else output  # delta rules return their last state too
 
 
 def _by_heads(tensor: Tensor) -> Tensor:
     """Return a tensor ``[B, S, H, ...]`` as ``[B, H, S, D]``, without a copy."""
-    return (tensor if tensor.dim() == 4 else tensor.unsqueeze(-1)).transpose(1, 2)
+    if tensor.dim() == 3:
+        tensor = tensor.unsqueeze(-1)
+    return tensor.transpose(1, 2)
 
 
 def _by_tokens(tensor: Tensor, dims: int) -> Tensor:
@@ -108,44 +72,57 @@ def _by_tokens(tensor: Tensor, dims: int) -> Tensor:
     tensor = tensor.transpose(1, 2)
     if dims == 3:
         tensor = tensor.squeeze(-1)
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    if tensor.stride(-1) != 1:
+        tensor = tensor.contiguous()
+    return tensor
 
 
-def convolved(
-    state: UlyssesState, function: Callable[..., Tensor], x: Tensor, weight: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
+def _convolution(state: UlyssesState, function: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return a causal convolution ``[B, C, S/n]`` of a rank's tokens and the last tokens of the ranks before."""
-    begin_exchange(state, CONVOLUTION, x)
+    check_same_block(state, f"a convolution in {block_name.get()}")
     # 1. The last tokens of each rank: as many as the kernel looks back, or all of them if there are fewer.
     back = weight.shape[-1] - 1
     each = min(back, state.length)
-    last = all_gather(x.narrow(-1, state.length - each, each), state.name).movedim(0, -2).flatten(-2)
+    last = all_gather(x.narrow(-1, state.length - each, each), name_of(state.group)).movedim(0, -2).flatten(-2)
     # 2. Those right before the rank's own.
     end = state.rank * each
     halo = last[..., max(0, end - back) : end]
     count = halo.shape[-1]
     if kwargs.get("seq_idx") is not None:
-        documents = state.padded(kwargs["seq_idx"], -1)
-        kwargs["seq_idx"] = documents[..., state.begin - count : state.begin + state.length].contiguous()
+        documents = state.part(kwargs["seq_idx"], -1, state.begin - count, state.length + count)
+        kwargs["seq_idx"] = documents.contiguous()
     return function(torch.cat([halo, x], -1), weight, *args, **kwargs)[..., count:]
 
 
-def _names(module: nn.Module) -> frozenset[str]:
-    """Return the functions that a layer calls in a shared pass, unless it calls one that cannot be shared too."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    names = frozenset() if code is None else frozenset(code.co_names)
-    return frozenset() if _OF_CHANNELS in names else names & {CONVOLUTION, *RULES}
+def _without_padding(state: UlyssesState, function: Callable[..., Tensor], hidden: Tensor, mask: Any) -> Tensor:
+    """Take the rank's tokens of padding out of hidden states, by a mask ``[B, S]`` of all tokens."""
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == state.total:
+        mask = state.own(mask)
+    return function(hidden, mask)
 
 
-def replace_functions(blocks: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> None:
-    """Replace the functions that mix tokens by a state or a convolution in blocks, until ``undo`` is closed."""
-    replaced = set[tuple[int, str]]()
-    for module in dict.fromkeys(part for _, block in blocks for part in block.modules()):
-        names = _names(module)
-        if not names:
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "eager_attention_forward": attend,
+    "torch_chunk_gated_delta_rule": partial(_rule, DELTA),
+    "chunk_kimi_delta_attention": partial(_rule, DELTA),
+    "mamba2_chunk_scan": partial(_rule, SCAN),
+    "causal_conv1d_fn": _convolution,
+    "apply_mask_to_padding_states": _without_padding,
+    # A kernel of a whole layer: where it returns None, as without kernels, the layer calls the functions above.
+    "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,
+}
+"""What runs in a shared pass in the place of functions of transformers."""
+
+
+def replace_functions(blocks: Sequence[nn.Module], undo: ExitStack) -> None:
+    """Replace these functions in the files with the code of blocks, until ``undo`` is closed."""
+    tables: dict[int, dict[str, Any]] = {}
+    for block in blocks:
+        for part in block.modules():
+            table = getattr(inspect.unwrap(type(part).forward), "__globals__", {})
+            tables[id(table)] = table
+    for table in tables.values():
+        if "mamba_selective_scan" in table:  # Mamba 1, whose state has no heads: the self-check refuses it
             continue
-        table = inspect.unwrap(type(module).forward).__globals__
-        for name in [*sorted(names), PADDING, FUSED]:
-            if name in table and (id(table), name) not in replaced:
-                replaced.add((id(table), name))
-                replace(table, name, partial(_mixed, name), undo)
+        for name in FUNCTIONS.keys() & table.keys():
+            replace(table, name, FUNCTIONS[name], undo)

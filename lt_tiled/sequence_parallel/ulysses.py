@@ -27,25 +27,20 @@ These are left out of attention, of the loss and of what is all-gathered, so the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lt_tiled.recompute.mode import carried, saved_tensors_hooks
-from lt_tiled.sequence_parallel.collectives import all_gather, name_of
-
-
-def pack_hook() -> Any:
-    """Return the innermost hook that sees the saved tensors of a graph that is made now; ``None`` without."""
-    hooks = saved_tensors_hooks()
-    return None if hooks is None else hooks[0]
+from lt_tiled.policies import SequenceParallel
+from lt_tiled.recompute.mode import carried
+from lt_tiled.sequence_parallel.groups import all_gather, name_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,24 +53,14 @@ class UlyssesState:
     """The sequence length."""
     owner: str
     """The class and path of the model, for messages."""
-    positions: Tensor | None = None
+    to_loss: bool = False
+    """Whether it is that of a causal model from its token ids to its loss, and not of blocks alone."""
+    positions: Any = None
     """The position ids of all tokens, ``[B, S]`` or ``[1, S]``, where they are known."""
     documents: tuple[int, ...] = ()
     """The lengths of packed documents that attend only to themselves."""
-    mask: Any = None
-    """The mask of all tokens, where all layers have the same one."""
-    decoder_mask: Any = None
-    """What the decoder of a causal model is given in place of a mask, if the pass is shared up to the loss: masks of
-    all tokens by the kinds of layers, or one that stands for ``mask``."""
-    hooks: Any = field(default_factory=pack_hook)
-    """The innermost hook on saved tensors around the pass."""
-    calls: list[str] = field(default_factory=list)
-    """The functions that saw all tokens so far, in their order."""
-
-    @property
-    def name(self) -> str:
-        """The name of the group, which the operators in ``collectives.py`` take."""
-        return name_of(self.group)
+    masks: Any = None
+    """The mask of all tokens in a pass to the loss, or one for each kind of layer."""
 
     @property
     def size(self) -> int:
@@ -102,13 +87,10 @@ class UlyssesState:
 
     def own(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the rank's own tokens: ``[B, S, ...]`` becomes ``[B, length, ...]``."""
-        return self._rows(x, dim, self.begin, self.length)
+        return self.part(x, dim, self.begin, self.length)
 
-    def padded(self, x: Tensor, dim: int) -> Tensor:
-        """Return all tokens with those that make equally many for each rank."""
-        return self._rows(x, dim, 0, self.size * self.length)
-
-    def _rows(self, x: Tensor, dim: int, begin: int, count: int) -> Tensor:
+    def part(self, x: Tensor, dim: int, begin: int, count: int) -> Tensor:
+        """Return some tokens, of which those behind the sequence repeat the last one."""
         if begin + count <= self.total:
             return x.narrow(dim, begin, count)
         places = torch.arange(begin, begin + count, device=x.device)
@@ -117,46 +99,61 @@ class UlyssesState:
     def gathered(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return all tokens: ``[B, length, ...]`` becomes ``[B, S, ...]``."""
         dim %= x.dim()
-        everything: Tensor = all_gather(x, self.name)
+        everything: Tensor = all_gather(x, name_of(self.group))
         return everything.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.total)
 
     @cached_property
-    def own_positions(self) -> Tensor | None:
-        """The position ids of the rank's own tokens, where a model is given these."""
-        return None if self.positions is None else self.own(self.positions, -1)
+    def own_positions(self) -> Tensor:
+        """The position ids of the rank's own tokens, where those of all are known."""
+        return self.own(self.positions, -1)
 
     def all_positions(self, own: Tensor) -> Tensor:
         """Return the position ids of all tokens, for those of the rank's own that a module was given."""
-        if self.positions is not None and own is self.own_positions:
-            return self.positions
-        return self.gathered(own, -1)
+        known = self.positions is not None and own is self.own_positions
+        return self.positions if known else self.gathered(own, -1)
 
 
-_current: ContextVar[UlyssesState | None] = ContextVar("ulysses", default=None)
-carried.append(_current)
+@dataclass(frozen=True, eq=False)
+class Door:
+    """How a part of a model shares its sequences: what is known before it runs."""
+
+    owner: str
+    """The name of the model in messages."""
+    policy: SequenceParallel
+    group: Any
+    """The ranks that share each sequence; ``None`` if nothing is going to run."""
+    caller: nn.Module | None
+    """The module that calls the blocks; ``None`` if the policy names the module."""
+    blocks: Sequence[tuple[str, nn.Module]]
+    """The modules, with their paths, from whose first to whose last one a pass is shared."""
+    finds_attention: bool = True
+    """Whether a mode finds attention, because the model calls ``F.scaled_dot_product_attention`` itself."""
+    hand_written: bool = True
+    """Whether the model is not one of transformers."""
+    lengths: Sequence[int] = ()
+    """Numbers of tokens above which the model may compute otherwise."""
+
+    def state(self, total: int, **known: Any) -> UlyssesState:
+        """Return the state of a forward pass on so many tokens."""
+        return UlyssesState(self.group, total, self.owner, **known)
 
 
-def current() -> UlyssesState | None:
-    """Return the state of the shared forward pass that this thread computes."""
-    return _current.get()
-
-
-def set_current(state: UlyssesState | None) -> None:
-    """Begin a shared forward pass, or end it with ``None``."""
-    _current.set(state)
+shared_pass: ContextVar[UlyssesState | None] = ContextVar("shared_pass", default=None)
+"""The state of the shared forward pass that this thread computes."""
+carried.append(shared_pass)
 
 
 @contextmanager
-def entered(state: UlyssesState | None) -> Iterator[None]:
-    """Compute in a shared forward pass, or with ``None`` outside of any."""
-    token = _current.set(state)
+def held(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Set a variable for a while."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _current.reset(token)
+        variable.reset(token)
 
 
 def gathered(x: Tensor, dim: int = 1) -> Tensor:
     """Return all tokens of a tensor that is computed in a shared pass, and outside of one the tensor itself."""
-    state = current()
+    state = shared_pass.get()
     return x if state is None else state.gathered(x, dim)

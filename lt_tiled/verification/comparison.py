@@ -20,9 +20,8 @@ from lt_tiled.modules.find import plain_name, unwrapped
 from lt_tiled.modules.patch import Patch, get_patches, turned_off
 from lt_tiled.policies import check_count
 from lt_tiled.recompute.blocks import BlockPatch
-from lt_tiled.recompute.mode import random_state_kept
+from lt_tiled.recompute.mode import random_state_kept, rounds_products
 from lt_tiled.report import Report
-from lt_tiled.sequence_parallel.self_check import rounds_products
 from lt_tiled.strategies.deepspeed import step_with_own_optimizer
 from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch
