@@ -90,9 +90,7 @@ class SharedModel(Patch):
         output["loss"] = group_mean(output["loss"], name_of(state.group))  # each rank has its own labels
         if output.get("logits") is not None:
             output["logits"] = None  # those of this rank's tokens
-        if as_tuple:
-            output = output.to_tuple()
-        return output
+        return output.to_tuple() if as_tuple else output
 
     def _by_blocks(self, call: Call) -> Any:
         """Run a model whose blocks are shared. Refuse a call that ends between the first and the last of them."""

@@ -101,6 +101,12 @@ def with_flash(name: str, **fields: Any) -> Callable[[], nn.Module]:
     return build
 
 
+def eager() -> nn.Module:
+    model: Any = causal("llama")()
+    model.set_attn_implementation("eager")
+    return model
+
+
 def with_lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
@@ -197,6 +203,7 @@ CASES = {
     "flash, packed": Case(with_flash("mistral", **WINDOW), packed, rows=1),
     "flash, padded left": Case(with_flash("llama"), padded(True)),
     "flash, padded right": Case(with_flash("mistral", **WINDOW), padded(False)),
+    "eager": Case(eager, padded(True)),
     "LoRA": Case(with_lora),
     "loss of the user's": Case(with_own_loss, half_ignored),
     "early exit": Case(that_exits),
@@ -226,7 +233,7 @@ CASES = {
     "buffer that counts calls": Case(hand_written(Pooled, block=CountsCalls), ids_alone),
     "named module": Case(hand_written(WithBody), half_ignored, (38, 19), targets="body"),
     "first block left out": Case(hand_written(Pooled, (1, 2)), ids_alone),
-    "a block twice": Case(hand_written(Pooled, (0, 1, 1, 2, 2)), ids_alone),
+    "a block twice": Case(hand_written(Pooled, (0, 0, 1, 1, 2)), ids_alone),
     "blocks in a loop": Case(hand_written(Pooled, (0, 1, 2) * 2), ids_alone),
     "code between blocks": Case(hand_written(Between, "scale"), ids_alone),
     # Layers with a state, convolutions, and eager attention with sinks.

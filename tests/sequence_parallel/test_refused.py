@@ -157,12 +157,6 @@ def own_checkpointing() -> nn.Module:
     return model.train()
 
 
-def eager() -> nn.Module:
-    model: Any = causal("llama")()
-    model.set_attn_implementation("eager")
-    return model
-
-
 def kernel_of_a_layer() -> nn.Module:
     """A layer with a state is replaced as a whole, so that none of its functions is called."""
     model: Any = causal("qwen3_next")()
@@ -208,12 +202,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "early exit": (Case(hand_written(Pooled, (0, 1)), ids_alone), _NOT_CLOSED),
     "early exit without labels": (Case(that_exits, no_labels), _NOT_CLOSED),
     "reversed blocks": (Case(hand_written(Pooled, (2, 1, 0)), ids_alone), _NOT_CLOSED),
-    "first block twice": (Case(hand_written(Pooled, (0, 0, 1, 2)), ids_alone, (38,)), "called again before the last"),
     "reentrant checkpoints": (Case(hand_written(Recomputed), ids_alone), "of its own.*Use lt_tiled's"),
     "gradient_checkpointing_enable": (Case(own_checkpointing), "in place of gradient_checkpointing_enable"),
     "mask of a rank": (pooled(locally_masked), "which is not that of all 37 tokens. Make masks before the first block"),
     "attention that is not shared": (Case(hand_written(OwnAttention, False)), "no attention saw|has another"),
-    "eager attention": (Case(eager), "Use (the )?sdpa, flash or flex attention"),
     "output_attentions": (asking("output_attentions"), "output_attentions.*set it to False"),
     "output_hidden_states": (asking("output_hidden_states"), "output_hidden_states.*set it to False"),
     "too few heads": (Case(llama(1, 1)), "=2 needs as many query heads .* LlamaForCausalLM has 1: use .*=1 or less"),
