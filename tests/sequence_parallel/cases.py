@@ -232,7 +232,6 @@ CASES = {
     "hand-written, own attention": Case(hand_written(OwnAttention, True)),
     "buffer that counts calls": Case(hand_written(Pooled, block=CountsCalls), ids_alone),
     "named module": Case(hand_written(WithBody), half_ignored, (38, 19), targets="body"),
-    "first block left out": Case(hand_written(Pooled, (1, 2)), ids_alone),
     "a block twice": Case(hand_written(Pooled, (0, 0, 1, 1, 2)), ids_alone),
     "blocks in a loop": Case(hand_written(Pooled, (0, 1, 2) * 2), ids_alone),
     "code between blocks": Case(hand_written(Between, "scale"), ids_alone),
