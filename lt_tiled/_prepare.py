@@ -226,7 +226,7 @@ def prepare(
             ``output.logits`` is then ``None``. ``"always"`` does so in evaluation as well.
         sequence_parallel: The number of ranks that share each sequence, or a ``SequenceParallel``. All of them must
             call the model with the same inputs, and gradients must be averaged over all ranks.
-        group: The process group that shares each sequence, by default all ranks.
+        group: The process group that shares each sequence, by default consecutive ranks.
 
     Returns:
         A handle that reports how modules ran and restores the model.
