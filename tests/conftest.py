@@ -17,7 +17,6 @@ import torch
 
 from lt_tiled._log import quiet_libraries
 from tests import second_device
-from tests.processes import guard
 from tests.world import World, remember_entry_points, unchecked
 
 ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "second_world", "on_ranks"}
@@ -25,7 +24,6 @@ ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "s
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    guard()
     quiet_libraries()
     remember_entry_points()
     threads = config.getoption("--threads")
@@ -90,8 +88,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif not item.get_closest_marker("slow") and not _on_ranks(item):
             item.add_marker("quick")
     named = [argument for argument in config.args if "::" in argument]
-    if not named:
-        _check_tables(items)
     rerun = config.getoption("lf", False) and config.cache.get("cache/lastfailed", {})
     if not named and not rerun and not re.search(r"(?<!not )\b(full|low_precision)\b", config.option.markexpr):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
@@ -109,22 +105,6 @@ def _in_default_tier(item: pytest.Function) -> bool:
     """Whether a test has no table, or is a row of it that ``@pytest.mark.table`` names by a regular expression."""
     table = item.get_closest_marker("table")
     return not table or any(re.fullmatch(rows, item.callspec.id) for rows in table.args)
-
-
-def _check_tables(items: list[pytest.Item]) -> None:
-    """Raise if a top-level alternative of a table's rows matches no row, such as after a rename."""
-    ids: dict[tuple[str, str], list[str]] = {}
-    for item in items:
-        assert isinstance(item, pytest.Function)
-        table = item.get_closest_marker("table")
-        for rows in re.split(r"\|(?![^(]*\))", table.args[0]) if table else ():
-            ids.setdefault((item.nodeid.partition("[")[0], rows), []).append(item.callspec.id)
-    if unmatched := [f"{test}: {rows}" for (test, rows), found in ids.items() if not _any_matches(rows, found)]:
-        raise ValueError("No row matches " + "; ".join(unmatched))  # pytest-xdist hides a UsageError of a worker
-
-
-def _any_matches(rows: str, ids: list[str]) -> bool:
-    return any(re.fullmatch(rows, id) for id in ids)
 
 
 def _on_second(item: pytest.Item) -> bool:

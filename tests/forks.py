@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from types import ModuleType
 
-from tests.processes import LIMIT, ROOT, RUNS, alive, kill
+from tests.processes import LIMIT, ROOT, RUN, alive, kill
 
 FORKS = mp.get_context("forkserver")
 # DeepSpeed's engines import torch's inductor.
@@ -36,7 +36,7 @@ class Forked:
     def __init__(self, *words: str, printed: Path, cwd: Path, finalize: bool = False, **env: str) -> None:
         self.token = uuid.uuid4().hex
         self.printed = printed
-        env = {"PYTHONPATH": str(ROOT), RUNS: os.environ[RUNS] + self.token, **env}
+        env = {"PYTHONPATH": str(ROOT), RUN: self.token, **env}
         self.process = FORKS.Process(target=_become, args=(words, str(printed), str(cwd), finalize, env), daemon=True)
         self.process.start()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -82,37 +82,19 @@ class LitTiny(Tiny, pl.LightningModule):
     """The tiny language model for the Trainer of ``lightning``."""
 
 
-class SecondAccelerator(Accelerator):
+class SecondAccelerator(CPUAccelerator):
     """Lightning's part of a device that Lightning does not know, as a vendor would write it."""
 
     def setup_device(self, device: torch.device) -> None:
         """Do nothing: the device has no context."""
-
-    def teardown(self) -> None:
-        """Do nothing: the device keeps no memory."""
-
-    @staticmethod
-    def parse_devices(devices: Any) -> Any:
-        return devices
 
     @staticmethod
     def get_parallel_devices(devices: int) -> list[torch.device]:
         return [torch.device(NAME, index) for index in range(devices)]
 
     @staticmethod
-    def auto_device_count() -> int:
-        return 1
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
     def name() -> str:
         return NAME
-
-    def get_device_stats(self, device: Any) -> dict[str, Any]:
-        return {}
 
 
 def accelerator(device: str) -> Any:

@@ -1,8 +1,7 @@
 """Gradients against a reference, and their errors.
 
-Rounding depends on the processor: its instruction set, its number of cores and its libraries decide in which order
-sums are formed. So no test compares it with a number. ``less_accurate`` holds one step's gradients against the untiled
-step's error, and ``near`` holds losses against untiled runs that differ by the order of sums.
+Rounding depends on the processor, so no test compares it with a number. ``less_accurate`` holds one step's gradients
+against the untiled step's error, and ``near`` holds losses against untiled runs that differ by the order of sums.
 """
 
 from __future__ import annotations
@@ -34,14 +33,9 @@ def spread(value: Any) -> Tensor:
     total: Any = 0.0
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            weight = (
-                torch.arange(1, leaf.numel() + 1, dtype=torch.float64, device=leaf.device)
-                .mul(0.7)
-                .sin()
-                .add(1.5)
-                .view(leaf.shape)
-            )
-            total = total + (leaf.double().square() * weight).sum()
+            numbers = torch.arange(1, leaf.numel() + 1, dtype=torch.float64, device=leaf.device)
+            weight = (0.7 * numbers).sin() + 1.5
+            total = total + (leaf.double().square() * weight.view(leaf.shape)).sum()
     return total
 
 
@@ -101,11 +95,10 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype | None = None, device: 
 
 
 TIMES = 2
-"""How many times the untiled error a tiled one may be.
+"""How many times the untiled error a tiled one may be: sums in another order are one more rounding that is as large.
 
-Tiling rounds the same products and adds them in another order, which may double the error: one more rounding that is
-as large. Errors of a defect are larger: with 16-bit sums over 256 tiles, or one of 64 tiles left out, a bfloat16
-gradient has 4 to 16 times the untiled error.
+Errors of a defect are larger: with 16-bit sums over 256 tiles, or one of 64 tiles left out, a bfloat16 gradient has 4
+to 16 times the untiled error.
 """
 
 
@@ -118,10 +111,8 @@ def less_accurate(
 ) -> dict[str, tuple[float, float]]:
     """Return the values whose error against float64 is over ``TIMES`` that of the untiled step, and the two errors.
 
-    ``dtype`` is what both steps compute in. The untiled error counts as at least the dtype's epsilon, the rounding of
-    the result and of one sum: the untiled loss may be exact by accident. It must not exceed the square root of
-    epsilon, or float64 computes another function. ``eps`` replaces the dtype's epsilon if matrix products round more
-    coarsely, as with TF32.
+    ``dtype`` is what both steps compute in. The untiled error counts as at least the dtype's epsilon, or ``eps``: the
+    untiled loss may be exact by accident. It must not exceed the square root, or float64 computes another function.
     """
     return more_than(errors(found, true), errors(untiled, true), dtype, eps)
 
@@ -155,10 +146,9 @@ class Reordered(TorchFunctionMode):
 
 ORDERS = ((), ("features",), ("tokens",), ("features", "tokens"))
 SPREADS = 16
-"""How many times the spread of untiled runs a loss may be off.
+"""How many times the spread of untiled runs a loss may be off, as tiles, ranks and recomputes round in more places.
 
-Three other orders of sums are a small sample of the spread, and tiles, ranks and recomputes round in more places. A
-defect is larger: if one of four tiles adds 1 % too little to the gradients, the third loss is off by more than this.
+A defect is larger: if one of four tiles adds 1 % too little to the gradients, the third loss is off by more than this.
 """
 
 

@@ -7,17 +7,9 @@ of autocast, and most checks of operands.
 
 Call ``register()`` before the first backward pass of a process, because torch then starts one thread per device. It
 cannot be undone. ``torch.accelerator`` then names this device, also where there is CUDA, so a process that uses CUDA
-must not register it. The device is available only inside ``attached()``.
-
-What torch leaves to C++, and this device therefore does not have:
-
-- Backward passes on ``second:1``. The device guard of Python reports one device, so there is one thread.
-- ``tensor.to("second")`` to another index than 0, for the same reason: name the index.
-- Streams and events of its own. The guard returns one default stream for each call, on which all work is in order.
-  ``tests/offload/streams.py`` checks the order of copies and computation instead.
-- Parameters that ``module.to("second")`` moves: it makes new ones, as for any ``PrivateUse1`` device.
-- ``torch.Generator("second")``, pinned memory and ``torch.UntypedStorage(..., device="second")``, on which
-  ``torch.load`` without ``map_location`` relies: Python cannot register generators and allocators.
+must not register it. The device is available only inside ``attached()``. It has one index, and lacks what torch leaves
+to C++: ``torch.Generator("second")``, streams, pinned memory and ``torch.load`` without ``map_location``.
+``tests/offload/streams.py`` checks the order of copies and computation instead.
 """
 
 from __future__ import annotations
@@ -35,9 +27,10 @@ from typing import Any
 import torch
 import torch.distributed  # defines the collectives
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-NAME, INDICES = "second", 2
+NAME = "second"
 _LABELS = {"cpu": 1, NAME: 12}
 """DLPack's codes, ``kDLCPU`` and ``kDLExtDev``."""
 _Device = ctypes.c_int32 * 2
@@ -47,44 +40,31 @@ _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 _LIBRARIES: list[torch.library.Library] = []
+_LOCK = threading.RLock()  # a garbage collection while it is held may free storages
+GENERATOR = torch.Generator()
 
 # Memory
 
 
-_LOCK = threading.RLock()  # a garbage collection while it is held may free storages
-
-
-class Memory:
-    """The bytes of the storages on one index, now and at most."""
-
-    live = peak = 0
-
-    def count(self, change: int) -> None:
-        with _LOCK:
-            self.live += change
-            self.peak = max(self.peak, self.live)
-
-
-MEMORY = [Memory() for _ in range(INDICES)]
-
-
-def _relabel(tensor: Tensor, kind: str, index: int) -> Tensor:
+def _relabel(tensor: Tensor, kind: str) -> Tensor:
     """Return a tensor on another device with the same memory, which it keeps alive.
 
     DLPack is the one API of torch that makes a tensor of any device on given memory.
     """
     capsule = to_dlpack(tensor)
     dltensor = _pointer(capsule, b"dltensor")  # it begins with a pointer to the data, the type of its device, the index
-    _Device.from_address(dltensor + ctypes.sizeof(ctypes.c_void_p))[:] = _LABELS[kind], index
+    _Device.from_address(dltensor + ctypes.sizeof(ctypes.c_void_p))[:] = _LABELS[kind], 0
     return from_dlpack(capsule)
 
 
-def _to_second(tensor: Tensor, index: int) -> Tensor:
-    """Put what a kernel of the CPU has returned on the device, and count its bytes until they are freed."""
-    storage = tensor.untyped_storage()
-    MEMORY[index].count(storage.nbytes())
-    weakref.finalize(storage, MEMORY[index].count, -storage.nbytes()).atexit = False
-    return _relabel(tensor, NAME, index)
+def _to_second(value: Any) -> Any:
+    """Put a tensor that a kernel of the CPU has returned on the device, and count its bytes until they are freed."""
+    if not isinstance(value, Tensor):
+        return value
+    storage = value.untyped_storage()
+    MODULE.count(storage.nbytes())
+    weakref.finalize(storage, MODULE.count, -storage.nbytes()).atexit = False
+    return _relabel(value, NAME)
 
 
 def _on_second(value: Any) -> bool:
@@ -93,37 +73,19 @@ def _on_second(value: Any) -> bool:
 
 def _to_cpu(value: Any) -> Any:
     """Return the same memory as a CPU tensor, and any other value as it is."""
-    return _relabel(value, "cpu", 0) if _on_second(value) else value
-
-
-def _map(fn: Callable[[Any], Any], value: Any) -> Any:
-    """Apply a function to the leaves of nested lists and tuples."""
-    return type(value)(_map(fn, v) for v in value) if type(value) in (list, tuple) else fn(value)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
-# Random numbers
-
-GENERATORS = [torch.Generator() for _ in range(INDICES)]
+    return _relabel(value, "cpu") if _on_second(value) else value
 
 
 @contextmanager
-def _drawing(index: int) -> Iterator[None]:
+def _drawing() -> Iterator[None]:
     """Let the CPU's kernels draw from the generator of the device."""
     with _LOCK:
         host = torch.get_rng_state()
-        torch.set_rng_state(GENERATORS[index].get_state())
+        torch.set_rng_state(GENERATOR.get_state())
         try:
             yield
         finally:
-            GENERATORS[index].set_state(torch.get_rng_state())
+            GENERATOR.set_state(torch.get_rng_state())
             torch.set_rng_state(host)
 
 
@@ -152,40 +114,37 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     if op.is_view:
         return op.redispatch(_ON_CPU, *args, **kwargs)  # which keeps the storage and its device
     signature = _signature(op)
-    index = _index(signature.name, args, kwargs)
+    _check_devices(signature.name, args, kwargs)
     empty = {key: kwargs[key] for key in signature.outs & kwargs.keys() if not kwargs[key].numel()}
-    given = {key: _map(_to_cpu, value) for key, value in kwargs.items()}
+    given = tree_map(_to_cpu, kwargs)
     given |= {key: torch.empty(0, dtype=out.dtype) for key, out in empty.items()}  # the kernel may resize it
     if kwargs.get("device") is not None:
         given["device"] = "cpu"
     # A Python number arrives as such also where the operator takes a tensor: another overload takes the number.
     bare = any(tensor and isinstance(v, int | float) for tensor, v in zip(signature.tensors, args, strict=False))
-    with _drawing(index) if signature.draws else nullcontext():
-        result = (op.overloadpacket if bare else op)(*_map(_to_cpu, args), **given)
+    with _drawing() if signature.draws else nullcontext():
+        result = (op.overloadpacket if bare else op)(*tree_map(_to_cpu, args), **given)
     for key, out in empty.items():
-        new = _to_second(given[key], index)
+        new = _to_second(given[key])
         out.set_(new.untyped_storage(), 0, new.shape, new.stride())
     if signature.returned:
         same = tuple(args[i] if i < len(args) else kwargs[name] for i, name in signature.returned)
         return same if len(same) > 1 else same[0]
-    return _map(lambda value: _to_second(value, index) if isinstance(value, Tensor) else value, result)
+    return tree_map(_to_second, result)
 
 
 _TAKES_HOST_INDICES = {"index", "_unsafe_index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index_put"}
 """Operators whose second argument may hold tensors of the CPU, on CUDA too."""
 
 
-def _index(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the one index that an operator runs on. Tensors of another device raise, but for scalars of the CPU."""
-    leaves = [*_leaves((*args[:1], *args[2:]) if name in _TAKES_HOST_INDICES else args), *_leaves((*kwargs.values(),))]
-    tensors = [value for value in leaves if isinstance(value, Tensor)]
-    devices = {value.device for value in tensors if value.dim() or _on_second(value)}
+def _check_devices(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if tensors, but for scalars of the CPU, or a generator are of another device."""
+    leaves = tree_leaves(((*args[:1], *args[2:]) if name in _TAKES_HOST_INDICES else args, kwargs))
+    devices = {v.device.type for v in leaves if isinstance(v, Tensor) and (v.dim() or _on_second(v))}
     if len(devices) > 1:
-        found = sorted(map(str, devices))
-        raise RuntimeError(f"Expected all tensors to be on the same device, but {name} has {found}")
-    if generators := [value for value in leaves if isinstance(value, torch.Generator)]:
-        raise RuntimeError(f"Expected a '{NAME}' device type for generator but found '{generators[0].device}'")
-    return _number(next(iter(devices)) if kwargs.get("device") is None else kwargs["device"])
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {name} has {sorted(devices)}")
+    if any(isinstance(value, torch.Generator) for value in leaves):
+        raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
 
 
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -210,7 +169,7 @@ def _clone_storage(real: Callable[..., Any], storage: torch.UntypedStorage) -> t
 
 def _collective(op: Any, *args: Any) -> Any:
     """Run a collective in place with the CPU's backend, such as gloo, on the same memory."""
-    return op(*_map(_to_cpu, args))
+    return op(*tree_map(_to_cpu, args))
 
 
 _COLLECTIVES = (
@@ -230,7 +189,7 @@ def _autocast(op: Any, low: bool) -> Callable[..., Any]:
             return value.to(dtype) if eligible else value
 
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return op(*_map(cast, args), **{key: _map(cast, value) for key, value in kwargs.items()})
+            return op(*tree_map(cast, args), **tree_map(cast, kwargs))
 
     return run
 
@@ -251,10 +210,15 @@ _FLOAT32 = (
 class SecondModule(types.ModuleType):
     """What ``torch.get_device_module("second")`` returns."""
 
-    attached = 0
+    attached = live = peak = 0
     _initialized = True
     """Read by ``torch.utils.checkpoint``, which restores the generators of initialized devices alone."""
-    _current = 0
+
+    def count(self, change: int) -> None:
+        """Count bytes that are allocated or freed."""
+        with _LOCK:
+            self.live += change
+            self.peak = max(self.peak, self.live)
 
     def is_available(self) -> bool:
         return self.attached > 0
@@ -266,19 +230,13 @@ class SecondModule(types.ModuleType):
         return False
 
     def device_count(self) -> int:
-        return INDICES if self.attached else 0
+        return min(self.attached, 1)
 
     def current_device(self) -> int:
-        return self._current
+        return 0
 
-    @contextmanager
-    def device(self, device: Any) -> Iterator[None]:
-        """Let the functions of this module, and factories, refer to another index."""
-        before, self._current = self._current, _number(device)
-        try:
-            yield
-        finally:
-            self._current = before
+    def device(self, device: Any) -> Any:
+        return nullcontext()
 
     def synchronize(self, device: Any = None) -> None:
         """Return at once: the device computes in order with the host."""
@@ -287,31 +245,25 @@ class SecondModule(types.ModuleType):
         return [torch.float16, torch.bfloat16]
 
     def get_rng_state(self, device: Any = NAME) -> Tensor:
-        return GENERATORS[_number(device)].get_state()
+        return GENERATOR.get_state()
 
     def set_rng_state(self, new_state: Tensor, device: Any = NAME) -> None:
-        GENERATORS[_number(device)].set_state(new_state)
+        GENERATOR.set_state(new_state)
 
     def manual_seed_all(self, seed: int) -> None:
-        for generator in GENERATORS:
-            generator.manual_seed(seed)
+        GENERATOR.manual_seed(seed)
 
     def memory_allocated(self, device: Any = None) -> int:
-        return MEMORY[_number(device)].live
+        return self.live
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        return MEMORY[_number(device)].peak
+        return self.peak
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        MEMORY[_number(device)].peak = MEMORY[_number(device)].live
+        self.peak = self.live
 
     def empty_cache(self) -> None:
         """Do nothing: the device keeps no freed memory."""
-
-
-def _number(device: Any) -> int:
-    index = device if isinstance(device, int | None) else torch.device(device).index
-    return MODULE.current_device() if index is None else index
 
 
 MODULE = SecondModule(NAME)
@@ -366,12 +318,11 @@ def _overload(namespace: Any, name: str) -> Any:
 
 @contextmanager
 def attached() -> Iterator[None]:
-    """Let the device be available, with its generators and peaks as new."""
+    """Let the device be available, with its generator and peak as new."""
     register()
     MODULE.attached += 1
     MODULE.manual_seed_all(torch.initial_seed())
-    for index in range(INDICES):
-        MODULE.reset_peak_memory_stats(index)
+    MODULE.reset_peak_memory_stats()
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.forks import FORKS
-from tests.processes import LIMIT, guard
+from tests.processes import LIMIT
 
 if TYPE_CHECKING:
     import pytest
@@ -78,7 +78,6 @@ class World:
         return answers
 
     def _start(self) -> None:
-        guard()
         self._meeting = tempfile.TemporaryDirectory()
         pipes = [FORKS.Pipe() for _ in range(self.size)]
         self._pipes = [ours for ours, _ in pipes]
