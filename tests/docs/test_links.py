@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.docs.documents import DOCUMENTS, name_of, tokens
+from tests.docs.documents import DOCUMENTS, ROOT, name_of, tokens
 
 
 def anchors(document: Path) -> set[str]:
@@ -24,11 +25,15 @@ def slug(title: str) -> str:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_links_lead_somewhere(document: Path) -> None:
-    """Each link and image that is not of the web is a file of the repository, and each heading it names exists."""
+    """Each link and image that is not of the web is a file of the repository, each heading it names exists, and so does
+    each file that the text names.
+    """
     inline = [child for token in tokens(document) for child in token.children or []]
     for child in inline:
         target = str(child.attrs.get("href") or child.attrs.get("src") or "")
         path, _, heading = target.partition("#")
+        named = re.findall(r"\b(?:tests|examples|configs|lt_tiled)/[\w/]+\.\w+", child.content)
+        assert all((ROOT / name).exists() for name in named), child.content
         if not target or "://" in target:
             continue
         file = document.parent / path if path else document
