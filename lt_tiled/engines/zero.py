@@ -152,7 +152,7 @@ def adapt_to_zero3(model: nn.Module) -> bool:
     for _, module, tiled in tiled_patches(model):
         if None in _leaves_of(module):
             raise ValueError(
-                f"{tiled.name} is tiled and not inside a leaf module of ZeRO-3, which would shard its weights between"
+                f"{tiled.spec.name} is tiled and not inside a leaf module of ZeRO-3, which would shard its weights between"
                 " tiles: call prepare before deepspeed.initialize, or use TiledDeepSpeedStrategy(stage=3)."
             )
     # The weights of a norm must be all-gathered with those of the MLP.

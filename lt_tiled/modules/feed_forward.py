@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from lt_tiled.modules.find import children_of, full_shape, walk, walk_all
+from lt_tiled.modules.find import children_of, full_shape, unwrapped, walk, walk_all
 
 _METHODS = ("_ff_block", "feed_forward_chunk", "ff_chunk")
 """Methods that are a block's MLP: those of torch's layers, of BERT-like layers, and of ALBERT and Longformer."""
@@ -86,15 +86,15 @@ def is_mlp(module: nn.Module) -> bool:
     return "experts" in module._modules or mlp_widths(module) is not None
 
 
-def parts_below(module: nn.Module) -> tuple[str, ...]:
-    """Return the paths of a mixture's experts, routed and shared: what can be tiled without the router."""
-    paths: list[str] = []
+def parts_below(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return a mixture's experts, routed and shared, with their paths: what can be tiled without the router."""
+    found: list[tuple[str, nn.Module]] = []
     for name, child in children_of(module) if "experts" in module._modules else ():
         if isinstance(child, nn.ModuleList):
-            paths += [f"{name}.{number}" for number in range(len(child))]
+            found += [(f"{name}.{number}", unwrapped(expert)) for number, expert in enumerate(child)]
         elif name == "experts" or is_mlp(child):
-            paths.append(name)
-    return tuple(paths)
+            found.append((name, child))
+    return found
 
 
 def mixes_tokens(name: str, module: nn.Module) -> bool:

@@ -9,8 +9,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from lt_tiled.engines.found import Engine
-from lt_tiled.modules.feed_forward import Tileable
-from lt_tiled.modules.find import walk
+from lt_tiled.modules.feed_forward import Tileable, parts_below
 from lt_tiled.modules.patch import get_patch, remove_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled
@@ -48,13 +47,7 @@ def tile(
             engine would shard its weights between tiles.
         TypeError: If it is neither a module nor a module's method.
     """
-    policy = Tiling(
-        num_shards,
-        tile_tokens,
-        accumulate=accumulate,
-        self_check=self_check,
-        compile=compile,
-    )
+    policy = Tiling(num_shards, tile_tokens, accumulate=accumulate, self_check=self_check, compile=compile)
     owner, method = _owner(target)
     patch_tiled(Tileable("", owner, method, named=True), policy, Engine(owner), None)
     return target if owner is target else getattr(owner, method)
@@ -70,9 +63,9 @@ def untile(target: Target) -> Target:
     patch = get_patch(owner, TiledPatch, method)
     if patch is not None:
         remove_patch(owner, patch)
-        parts = dict(walk(owner))
-        for path in patch.spec.below if patch.untiled else ():
-            untile(parts[path])
+        if patch.untiled:
+            for _, below in parts_below(owner):
+                untile(below)
     return target if owner is target else getattr(owner, method)
 
 

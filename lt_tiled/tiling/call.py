@@ -31,8 +31,6 @@ class TileSpec:
     """The class, or ``Class.method``."""
     parts: tuple[str, ...] | None = None
     """The children that a method uses; ``None`` for the whole module."""
-    below: tuple[str, ...] = ()
-    """The paths of a mixture's experts, which are tiled where the mixture as a whole cannot be."""
     sizes: MLPSizes | None = None
     """Its sizes, where its weights show them."""
     requested: bool = True
@@ -107,8 +105,11 @@ class Tiled:
     def __init__(
         self, spec: TileSpec, tiling: Tiling, needs: EngineNeeds, owner: Owner | None, leader: Any = None
     ) -> None:
-        self.spec, self.tiling, self.needs, self.owner = spec, tiling, needs, owner
-        self.name, self.leader = spec.name, leader or self
+        self.spec = spec
+        self.tiling = tiling
+        self.needs = needs
+        self.owner = owner
+        self.leader = leader or self
         self.largest = LargestCall()
         self.untiled = False
         """Whether it failed the self-check."""
@@ -152,14 +153,10 @@ class TileFunction:
 
     def after(self, norm: TileFunction, count: int) -> TileFunction:
         """Return the function that runs a norm first, whose arguments, so many, take the place of the first one."""
-        return TileFunction(
-            partial(_run_both, norm.run, self.run, count),
-            norm.modules + self.modules,
-            (norm.key, self.key),
-            [*norm.parts, *self.parts],
-            [*norm.inside, *self.inside],
-            joined=True,
-        )
+        parts = list(norm.parts) + list(self.parts)
+        inside = list(norm.inside) + list(self.inside)
+        run = partial(_run_both, norm.run, self.run, count)
+        return TileFunction(run, norm.modules + self.modules, (norm.key, self.key), parts, inside, joined=True)
 
 
 def _run_both(first: Callable[..., Any], second: Callable[..., Any], count: int, *args: Any, **kwargs: Any) -> Any:
@@ -171,31 +168,31 @@ class Arguments:
     """The arguments of a call without the tensors among them. What holds tensors itself is passed on as it is."""
 
     others: tuple[Any, ...]
+    """With a mark in the place of each tensor."""
     names: tuple[str, ...]
     """Of the last ones, which are given by name."""
-    positions: tuple[int, ...]
-    """Those of the tensors."""
 
-    def call_with(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with other tensors in place of theirs."""
-        values = list(self.others)
-        for position, tensor in zip(self.positions, tensors, strict=True):
-            values[position] = tensor
+    def call(self, run: Callable[..., Any], tensors: Iterable[Tensor]) -> Any:
+        """Call a function with tensors in the places of these."""
+        given = iter(tensors)
+        values = [next(given) if value is _TENSOR else value for value in self.others]
         count = len(values) - len(self.names)
-        return tuple(values[:count]), dict(zip(self.names, values[count:], strict=True))
+        return run(*values[:count], **dict(zip(self.names, values[count:], strict=True)))
+
+
+_TENSOR = object()
 
 
 def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Arguments]:
     """Return the tensors, and what is needed to call with others."""
-    values = [*args, *kwargs.values()]
     tensors: list[Tensor] = []
-    positions: list[int] = []
-    for position, value in enumerate(values):
-        if isinstance(value, Tensor):
+    others: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        is_tensor = isinstance(value, Tensor)
+        others.append(_TENSOR if is_tensor else value)
+        if is_tensor:
             tensors.append(value)
-            positions.append(position)
-            values[position] = None
-    return tensors, Arguments(tuple(values), tuple(kwargs), tuple(positions))
+    return tensors, Arguments(tuple(others), tuple(kwargs))
 
 
 _BY_VALUE = (int, float, str, type(None))
@@ -214,8 +211,12 @@ class TiledCall:
         bounds: Sequence[Bounds],
         tiled: Tiled,
     ) -> None:
-        self.function, self.arguments, self.tokens, self.bounds = function, arguments, tokens, bounds
-        self.tiled, self.name = tiled, tiled.spec.name
+        self.function = function
+        self.arguments = arguments
+        self.tokens = tokens
+        self.bounds = bounds
+        self.tiled = tiled
+        self.name = tiled.spec.name
         self.per_token = [tokens.cover(t) for t in inputs]
         self.wants_grad = [t.requires_grad for t in inputs]
         self.device = inputs[self.per_token.index(True)].device
@@ -241,8 +242,7 @@ class TiledCall:
         return self.function.key, training, several, wants, others, arguments.names, self.precision, self.dtypes
 
     def _run(self, *tile: Tensor) -> Any:
-        args, kwargs = self.arguments.call_with(tile)
-        return self.function.run(*args, **kwargs)
+        return self.arguments.call(self.function.run, tile)
 
     @property
     def plan(self) -> Plan:

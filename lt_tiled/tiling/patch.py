@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import MLPSizes, Tileable, cannot_be_tiled, find_sizes, is_one_kernel, parts_below
-from lt_tiled.modules.find import ENGINES, outermost, walk, walk_all
+from lt_tiled.modules.find import ENGINES, outermost, walk_all
 from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, has_hooks, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.recompute.mode import PLAIN_TENSORS, is_real, is_transformed
@@ -61,10 +61,12 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
     Raises:
         ValueError: If it is tiled already, or is known not to be position-wise.
     """
-    module, name = tileable.module, tileable.name
+    module = tileable.module
+    name = tileable.name
     if get_patch(module, TiledPatch, tileable.method) is not None:
         raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
-    parts, norm_of = roots(module, tileable.parts), tileable.norm_of
+    parts = roots(module, tileable.parts)
+    norm_of = tileable.norm_of
     for root in parts:
         for below, part in walk_all(root):
             if reason := cannot_be_tiled(part):
@@ -74,7 +76,6 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
         name,
         tileable.kind,
         tileable.parts,
-        below=parts_below(module) if tileable.method == "forward" else (),
         sizes=find_sizes(*parts) if norm_of is None else MLPSizes.dense(norm_of, norm_of),
         requested=tileable.named,
         is_lone_norm=norm_of is not None,
@@ -87,7 +88,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
             if get_patch(neighbor, TiledPatch) is None:  # what several modules share is the first one's neighbor
                 # A projection behind a norm, and a norm of one kernel, gain nothing by tiles of their own.
                 alone = not (spec.is_lone_norm or is_one_kernel(neighbor))
-                own = replace(spec, parts=None, below=(), pends=before, alone=alone)
+                own = replace(spec, parts=None, pends=before, alone=alone)
                 set_patch(neighbor, TiledPatch(own, tiling, needs, owner, patch))
     if tileable.parent is not None and get_patch(tileable.parent, Boundary) is None:
         set_patch(tileable.parent, Boundary(owner))
@@ -148,7 +149,9 @@ class TiledPatch(Tiled, Patch):
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, TiledPatch)
         copy.leader = deepcopy(self.leader, memo)
-        copy.needs, copy.largest, copy.compiled_tile = deepcopy(self.needs, memo), replace(self.largest), None
+        copy.needs = deepcopy(self.needs, memo)
+        copy.largest = replace(self.largest)
+        copy.compiled_tile = None
         copy.forget()
         return copy
 
@@ -226,7 +229,8 @@ class TiledPatch(Tiled, Patch):
         # hook
         for part in function.inside:
             if has_hooks(part, _NO_USERS):
-                kind, name = type(part).__name__, self.name
+                kind = type(part).__name__
+                name = self.spec.name
                 warn(
                     f"{name} runs untiled, because {kind} inside it has a hook, which would see tiles, not all tokens."
                     f" Put the hook on {name} itself to keep it tiled.",
@@ -278,18 +282,19 @@ class TiledPatch(Tiled, Patch):
     def _step_back(self, module: nn.Module, error: NotPositionWiseError) -> None:
         """Warn that a module failed the self-check, and tile the experts of a mixture."""
         spec = self.spec
-        if self.is_leader and spec.requested and not spec.below:
+        below = parts_below(module) if self.method == "forward" else []
+        if self.is_leader and spec.requested and not below:
             raise error
         # From now on, because a recompute in the backward pass must repeat the forward pass.
         self.untiled = True
         if not self.is_leader or spec.is_lone_norm:
             return
-        parts, instead = dict(walk(module)), "Nobody named it, so it runs untiled."
-        for path in spec.below:
-            instead = f"Below its router {' and '.join(spec.below)} run in tiles."
-            if get_patch(parts[path], TiledPatch) is None:
-                below = Tileable(f"{self.name}.{path}", parts[path], named=spec.requested)
-                patch_tiled(below, self.tiling, self.needs, self.owner)
+        instead = "Nobody named it, so it runs untiled."
+        for path, part in below:
+            instead = "Below its router its experts run in tiles."
+            if get_patch(part, TiledPatch) is None:
+                tileable = Tileable(f"{spec.name}.{path}", part, named=spec.requested)
+                patch_tiled(tileable, self.tiling, self.needs, self.owner)
         warn(f"{error} {instead}", once=f"untiled {spec.kind}")
 
     def _may_pend(self, module: nn.Module, call: TiledCall, inputs: list[Tensor]) -> bool:
