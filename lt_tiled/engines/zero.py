@@ -152,8 +152,8 @@ def adapt_to_zero3(model: nn.Module) -> bool:
     for _, module, tiled in tiled_patches(model):
         if None in _leaves_of(module):
             raise ValueError(
-                f"{tiled.spec.name} is tiled and not inside a leaf module of ZeRO-3, which would shard its weights between"
-                " tiles: call prepare before deepspeed.initialize, or use TiledDeepSpeedStrategy(stage=3)."
+                f"{tiled.spec.name} is tiled and not inside a leaf module of ZeRO-3, which would shard its weights"
+                " between tiles: call prepare before deepspeed.initialize, or use TiledDeepSpeedStrategy(stage=3)."
             )
     # The weights of a norm must be all-gathered with those of the MLP.
     return all(len(_leaves_of(module)) < 2 for _, module in whole_modules(model))

@@ -94,7 +94,8 @@ class _Check:
     """A few tokens of a call, in the module's own layout, in float64 if it is wide."""
 
     def __init__(self, call: TiledCall, inputs: Sequence[Tensor], wide: bool) -> None:
-        self.call, self.wide = call, wide
+        self.call = call
+        self.wide = wide
         self.probe = Probe(call)
         self.bytes = 0
         """Those of the copies in float64."""

@@ -103,13 +103,15 @@ class Tokens:
 
     def tile_lead(self, tokens: int) -> tuple[int, ...]:
         """Return the leading dimensions of a tile: ``[1, t]`` for hidden states ``[B, S, H]``, ``[B, S]`` for all."""
-        return tuple(self.lead) if tokens == self.count else (1,) * (len(self.lead) - 1) + (tokens,)
+        if tokens == self.count:
+            return tuple(self.lead)
+        return (1,) * (len(self.lead) - 1) + (tokens,)
 
     def tiles(self, whole: Tensor, bounds: Sequence[Bounds]) -> Sequence[Tensor]:
         """Return each tile of ``[B, S, ...]`` as the module sees it: a view where the strides allow it."""
         if len(bounds) == 1:  # in its own layout
             return [whole.view_as(whole)]
-        flat = whole.reshape(self.count, *whole.shape[len(self.lead) :])
+        flat = whole.reshape(torch.Size([self.count]) + whole.shape[len(self.lead) :])
         # Not of one dimension of all tokens: with its strides torch's matmul would copy the weights for each tile.
         lead = (1,) * (len(self.lead) - 1)
         return [tile.view(lead + tile.shape) for tile in flat.split(sizes_of(bounds))]
@@ -125,7 +127,9 @@ _LEAF = pytree.tree_structure(0)
 
 def flatten(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Return the leaves of a tile's output, and how they go together."""
-    return ([output], _LEAF) if isinstance(output, Tensor) else pytree.tree_flatten(output)
+    if isinstance(output, Tensor):
+        return [output], _LEAF
+    return pytree.tree_flatten(output)
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,10 @@ class Assembly:
     """Collects the tiles' outputs into tensors of the untiled shape, ``wholes``, which are allocated once."""
 
     def __init__(self, tokens: Tokens, bounds: Sequence[Bounds], name: str, layout: Layout) -> None:
-        self.tokens, self.bounds, self.name, self.layout = tokens, bounds, name, layout
+        self.tokens = tokens
+        self.bounds = bounds
+        self.name = name
+        self.layout = layout
         self.wholes: list[Tensor] = []
         self._tiles: list[Sequence[Tensor]] = []
         """Of each output, where the tiles' values go."""
@@ -187,7 +194,9 @@ class Assembly:
     def _allocate(self, outputs: Sequence[Tensor]) -> None:
         lead = self.tokens.lead
         for output, flat in zip(outputs, self.layout.flat, strict=False):  # another number of them is refused
-            shape = (self.tokens.count, *output.shape[1:]) if flat else (*lead, *output.shape[len(lead) :])
+            shape = lead + output.shape[len(lead) :]
+            if flat:
+                shape = torch.Size([self.tokens.count]) + output.shape[1:]
             # In the final shape, not as a view: what a Function returns may be changed in place only if it is none.
             self.wholes.append(output.new_empty(shape))
             self._tiles.append(self._cut(self.wholes[-1], flat))

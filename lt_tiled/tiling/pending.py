@@ -135,7 +135,10 @@ class Pending(Deferred):
         assert call.plan.output is not None
         tail, dtype = call.plan.output
         pending: Pending = cls.like((*call.tokens.lead, *tail), dtype, call.device)
-        pending.call, pending.inputs, pending.group, pending.box = call, inputs, group, []
+        pending.call = call
+        pending.inputs = inputs
+        pending.group = group
+        pending.box = []
         pending._data = None
         pending.hooks = saved_tensors_hooks()
         inside = _inside.get()
@@ -171,7 +174,8 @@ class Pending(Deferred):
     def data_value(self) -> Tensor:
         """Run the call, once, and return its output without a graph."""
         if self._data is None:
-            self._data, self.inputs = run_now(self.call, self.inputs, self.box), []
+            self._data = run_now(self.call, self.inputs, self.box)
+            self.inputs = []
         return self._data.detach()
 
     def may_join(self, group: Any) -> bool:

@@ -94,16 +94,6 @@ ADDS_PRODUCTS = ("cuda",) if torch.version.cuda else ()
 """The devices that add a product of 16-bit factors to a float32 sum."""
 
 
-def adds_in_product(total: Tensor, factor: Tensor) -> bool:
-    """Whether a matrix product of 16-bit factors can be added to a float32 sum without rounding it first."""
-    return factor.device.type in ADDS_PRODUCTS and total.dtype == torch.float32 != factor.dtype
-
-
-def sum_dtype(dtype: torch.dtype, accumulate: str) -> torch.dtype:
-    """Return the dtype in which gradients of a dtype are summed."""
-    return torch.float32 if accumulate == "float32" and dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 class GradientSum:
     """Sums one tensor's gradients over the tiles while autograd produces them.
 
@@ -112,21 +102,21 @@ class GradientSum:
     """
 
     def __init__(self, tensor: Tensor, accumulate: str) -> None:
-        self.dtype, self.sum_dtype = tensor.dtype, sum_dtype(tensor.dtype, accumulate)
+        self.dtype = tensor.dtype
+        self.sum_dtype = tensor.dtype
+        if accumulate == "float32" and tensor.dtype in (torch.bfloat16, torch.float16):
+            self.sum_dtype = torch.float32
         self.sum: Tensor | None = None
         self.leaf = nn.Parameter(tensor.detach())
         self.leaf.__dict__.update({**tensor.__dict__, **self.leaf.__dict__})  # code may read attributes of its weights
         mine = weakref.ref(self)  # the leaf keeps its hook, so the hook must not keep the sum
 
         def take_gradient(leaf: Tensor) -> None:
-            total, gradient = mine(), leaf.grad
+            total = mine()
+            gradient = leaf.grad
             leaf.grad = None
-            if total is None or gradient is None:
-                return
-            if total.sum is None:
+            if total is not None and gradient is not None:
                 total.add(gradient)
-            else:
-                total.sum.add_(gradient)
 
         self.leaf.register_post_accumulate_grad_hook(take_gradient)
 
@@ -144,21 +134,29 @@ class GradientSum:
         total = self.sum
         if total.dtype == left.dtype:
             torch.addmm(total, left, right, out=total)  # FlopCounterMode does not count addmm_
-        elif adds_in_product(total, left):
+        elif left.device.type in ADDS_PRODUCTS and total.dtype == torch.float32:
             torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-        else:  # the larger factor in parts, because each is copied to the sum's dtype
-            if left.shape[0] < right.shape[1]:
-                total, left, right = total.t(), right.t(), left.t()
-            right = right.to(total.dtype)
-            size = max(1, len(total) // 8)
-            for part, into in zip(left.split(size), total.split(size), strict=True):
-                torch.addmm(into, part.to(total.dtype), right, out=into)
+        elif left.shape[0] < right.shape[1]:
+            _add_in_parts(total.t(), right.t(), left.t())
+        else:
+            _add_in_parts(total, left, right)
 
     def sum_or_zeros(self) -> Tensor:
         """Return the sum; zeros if no tile used the tensor."""
-        return torch.zeros_like(self.leaf, requires_grad=False) if self.sum is None else self.sum
+        if self.sum is None:
+            return torch.zeros_like(self.leaf, requires_grad=False)
+        return self.sum
 
     def take(self) -> Tensor | None:
         """Return the sum in the tensor's own dtype; ``None`` if no tile used it."""
-        total, self.sum = self.sum, None
+        total = self.sum
+        self.sum = None
         return None if total is None else total.to(self.dtype)
+
+
+def _add_in_parts(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right``, the larger factor in parts, because each is copied to the sum's dtype."""
+    right = right.to(total.dtype)
+    size = max(1, len(total) // 8)
+    for part, into in zip(left.split(size), total.split(size), strict=True):
+        torch.addmm(into, part.to(total.dtype), right, out=into)
