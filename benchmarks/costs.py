@@ -1,152 +1,109 @@
-"""What tiling costs, exactly: ``python -m benchmarks --only costs``.
+"""What tiled MLPs cost in a training step of a Llama with activation checkpointing.
 
-One training step of a Llama with activation checkpointing, with its MLPs tiled by each package: floating point
-operations, how often each token goes through an MLP, bytes alive at the peak and between forward and backward. These
-figures are the same in every run on a CPU.
+``--only costs`` counts FLOPs and bytes, which are the same in every run on a CPU. ``--only step_time`` times the steps,
+also those of lt_tiled with other settings, and without the comparison of each recompute with its forward pass.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.peers import Peer, tile_with
-from benchmarks.sheet import Cell, Sheet
+from benchmarks import harness
+from benchmarks.harness import Options, Size, Table, compared, draw, interleaved, llama, loss_of, marked, step_of
+from benchmarks.peers import Tile, tiles
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from lt_tiled.planner.ledger import Ledger
-from tests.meters import LiveBytes
+from lt_tiled.recompute import blocks
+from lt_tiled.tiling import run
 
-
-@dataclass(frozen=True)
-class Size:
-    """Of the model and its input."""
-
-    tokens: int = 2048
-    hidden: int = 256
-    intermediate: int = 1024
-    layers: int = 4
-    shards: int = 16
-
-
-def llama(size: Size, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A Llama with a small vocabulary and random weights."""
-    heads = size.hidden // 64
-    config = LlamaConfig(
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        vocab_size=512,
-    )
-    torch.manual_seed(0)
-    model: nn.Module = LlamaForCausalLM(config)
-    return model.to(device, dtype)
+BASE = "without tiling"
+UNCOMPARED = "lt_tiled, without the comparison"
+SETTINGS = {
+    "lt_tiled, without the comparison": ActivationCheckpointing(),
+    'lt_tiled, `keep="attention"`': ActivationCheckpointing(keep="attention"),
+    "lt_tiled, block inputs in CPU memory": ActivationCheckpointing(offload="cpu"),
+}
 
 
 @contextmanager
-def with_checkpointing(model: nn.Module, name: str, shards: int) -> Iterator[nn.Module]:
-    """Copy the model with activation checkpointing, and with the MLPs tiled by a package or ``"untiled"``."""
+def with_checkpointing(model: nn.Module, name: str, tile: Tile | None, shards: int) -> Iterator[Any]:
+    """Copy the model with activation checkpointing, and with the MLPs tiled by a package."""
     model = copy.deepcopy(model)
-    tiling = Tiling(num_shards=shards) if name == "lt_tiled" else None
-    if tiling is None:
+    tiling = None
+    if name.startswith("lt_tiled"):
+        tiling = Tiling(num_shards=shards)
+    elif tile is not None:
         for layer in model.model.layers:  # type: ignore[union-attr]
-            tile_with(name, layer.mlp, shards)
-    with prepare(model, tiling=tiling, activation_checkpointing=ActivationCheckpointing()):
+            tile(layer.mlp, shards)
+    policy = SETTINGS.get(name, ActivationCheckpointing())
+    with prepare(model, tiling=tiling, activation_checkpointing=policy):
         yield model
 
 
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-    return loss
-
-
-def costs(everyone: list[Peer], size: Size = Size()) -> list[Sheet]:
-    """One row for each peer at hand."""
-    title = (
-        f"Llama with activation checkpointing, {size.layers} layers, {size.tokens} tokens, MLPs in {size.shards} tiles"
-    )
-    sheet = Sheet(
-        "costs",
-        title,
-        ["", "FLOPs", "of the MLP", "forward passes of the MLP", "peak live bytes", "after the forward pass"],
-    )
-    sheet.notes = [
-        "Relative to the untiled step, except for forward passes (per token); exact, on the CPU. FLOPs are those of"
-        " the model with attention and head, and of one MLP under activation checkpointing. Bytes are those that the"
-        " step allocates, without weights; ✓ if no other needs 2 % less."
-    ]
-    model = llama(size, torch.device("cpu"))
-    ids = torch.randint(512, (1, size.tokens), generator=torch.Generator().manual_seed(0))
-    found: dict[str, tuple[int, ...] | str] = {}
-    for name in ["untiled", *(peer.name for peer in everyone if peer.tile is not None)]:
+def costs(options: Options) -> list[Table]:
+    """One row for each package."""
+    size = options.size(Size(1024, 128, 512, 2, 8), *2 * [Size(2048, 256, 1024, 4, 16)])
+    title = f"Exact costs of a step: {size.layers} layers, {size.tokens} tokens, MLPs in {size.shards} tiles"
+    table = Table(title, ["", "FLOPs", "peak memory", "after the forward pass"])
+    table.note = "Relative to the step without tiling. Bytes are those that the step allocates, without weights."
+    model, ids = llama(size), draw(size)
+    base = counted(model, BASE, None, size.shards, ids)
+    for name, tile in tiles().items():
         try:
-            with with_checkpointing(model, name, size.shards) as tiled:
-                found[name] = *measured(tiled, ids), mlp_flops(model, name, size)
-        except Exception as error:  # a peer may raise anything
-            found[name] = type(error).__name__
-    base = found["untiled"]
-    assert not isinstance(base, str), base
-    least = min(figures[2] for name, figures in found.items() if not isinstance(figures, str))
-    for name, figures in found.items():
-        if isinstance(figures, str):
-            sheet.add(name, Cell(f"raises {figures}", False), "", "", "", "")
+            found = counted(model, name, tile, size.shards, ids)
+        except Exception as error:  # a package may raise anything
+            table.add(name, marked(f"raises {type(error).__name__}", False), "", "")
             continue
-        flops, peak, saved, alone = (figures[i] / base[i] for i in (0, 2, 3, 4))
-        lean = None if name == "untiled" else figures[2] < 1.02 * least
-        sheet.add(
-            name,
-            Cell(f"{flops:.2f}", flops < 1.005),
-            Cell(f"{alone:.2f}", alone < 1.005),
-            f"{figures[1] / size.tokens / size.layers:g}",
-            Cell(f"{peak:.2f}", lean),
-            f"{saved:.2f}",
-        )
-    return [sheet]
+        flops, peak, saved = (a / b for a, b in zip(found, base, strict=True))
+        table.add(name, marked(f"{flops:.2f}", flops < 1.005), f"{peak:.2f}", f"{saved:.2f}")
+    return [table]
 
 
-def mlp_flops(model: nn.Module, name: str, size: Size) -> int:
-    """Of the first MLP, under torch's checkpoint, forward and backward."""
-    mlp: nn.Module = copy.deepcopy(model.model.layers[0].mlp)  # type: ignore[index, union-attr]
-    tile_with(name, mlp, size.shards)
-    x = torch.randn(1, size.tokens, size.hidden, requires_grad=True)
-    checkpoint(mlp, x, use_reentrant=False).sum().backward()
-    with Ledger() as counted:
-        checkpoint(mlp, x, use_reentrant=False).sum().backward()
-    return int(counted.flops)
+def counted(model: nn.Module, name: str, tile: Tile | None, shards: int, ids: Tensor) -> tuple[int, int, int]:
+    """Return FLOPs, peak bytes and bytes after the forward pass of a step."""
+    with with_checkpointing(model, name, tile, shards) as tiled:
+        step_of(tiled, ids)()  # the first step checks the tiles
+        with Ledger() as meter:
+            loss = loss_of(tiled, ids)
+            saved = meter.now
+            loss.backward()
+    return int(meter.flops), meter.peak, saved
 
 
-def measured(model: nn.Module, ids: Tensor) -> tuple[int, int, int, int]:
-    """Return FLOPs, tokens through MLPs, peak bytes and bytes after the forward pass of a step after a warm-up."""
+def step_time(options: Options) -> list[Table]:
+    """One row for each package, and for each setting."""
+    device = options.device
+    size = options.size(Size(2048, 256, 1024, 2, 2), Size(4096, 512, 1536, 2, 4), Size(32768, 4096, 14336, 2, 8))
+    dtype = options.size(torch.float32, torch.float32, torch.bfloat16)
+    title = f"Step time: {size.layers} layers of {size.hidden}, {size.tokens} tokens, MLPs in {size.shards} tiles"
+    table = Table(title, ["", "median [s]", "relative to without tiling", "range", "peak memory [GiB]"])
+    table.note = f"{options.rounds} interleaved rounds, {str(dtype)[6:]}, {harness.machine(device)}."
+    model, ids = llama(size, device, dtype), draw(size, device)
+    variants: dict[str, Tile | None] = {BASE: None, **tiles(), **dict.fromkeys(SETTINGS)}
+    with ExitStack() as stack:
+        steps: dict[str, Callable[[], None]] = {}
+        for name, tile in variants.items():
+            tiled = stack.enter_context(with_checkpointing(model, name, tile, size.shards))
+            steps[name] = step_of(tiled, ids)
+        steps[UNCOMPARED] = partial(uncompared, steps[UNCOMPARED])
+        times = interleaved(steps, options.rounds, partial(harness.seconds_of, device=device))
+        for name, step in steps.items():
+            relative, spread = compared(times, name, BASE)
+            peak = f"{harness.peak_of(step, device) / 2**30:.2f}"
+            table.add(name, f"{statistics.median(times[name]):.3f}", f"{relative:.2f}", spread, peak)
+    return [table]
 
-    def clear() -> None:  # each run allocates its own gradients; adding to old ones in place seems to need less
-        model.zero_grad(set_to_none=True)
 
-    loss_of(model, ids).backward()
-    clear()
-    through = itertools.count()  # no data, which the recompute would restore
-
-    def count(module: nn.Module, args: Any, out: Tensor) -> None:
-        for _ in range(out.numel() // out.shape[-1]):
-            next(through)
-
-    handles = [layer.mlp.up_proj.register_forward_hook(count) for layer in model.model.layers]  # type: ignore[union-attr]
-    with Ledger() as counted:
-        loss_of(model, ids).backward()
-    for handle in handles:
-        handle.remove()
-    clear()
-    with LiveBytes() as meter:
-        loss = loss_of(model, ids)
-        saved = meter.now
-        loss.backward()
-    return counted.flops, next(through), meter.peak, saved
+def uncompared(step: Callable[[], None]) -> None:
+    """Run a step without the comparison."""
+    with patch.object(blocks, "COMPARED", "none"), patch.object(run, "prints_of", lambda call: None):
+        step()

@@ -7,8 +7,6 @@ figures are computed, with the bandwidth and the FLOP/s of :func:`lt_tiled.tilin
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 from torch import nn
 from transformers import GptOssConfig, MixtralConfig, Qwen3MoeConfig
@@ -16,7 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from benchmarks.sheet import Cell, Sheet
+from benchmarks.harness import Options, Table, marked
 from lt_tiled import Tiling
 from lt_tiled.modules.feed_forward import find_sizes
 from lt_tiled.tiling.cut import MAX_SUMS_SHARE, SUM_TOKENS, tile_bounds
@@ -34,20 +32,15 @@ def mixtures() -> dict[str, nn.Module]:
         }
 
 
-def experts() -> list[Sheet]:
-    """Compare the tiles of ``num_shards="auto"`` with ``ceil(tokens / hidden_size)`` tiles."""
-    headings = ["", "tiles", "tokens of a tile", "sums of a layer, GB", "of the arithmetic"]
-    sheet = Sheet("experts", f"Gradient sums of experts on {TOKENS} tokens, in each backward pass", headings)
-    for (name, module), by_sums in product(mixtures().items(), (False, True)):
+def experts(options: Options) -> list[Table]:
+    """Return the tiles of ``num_shards="auto"``."""
+    headings = ["", "tiles", "tokens of a tile", "sums of a layer [GB]", "of the arithmetic"]
+    table = Table(f"Gradient sums of experts on {TOKENS} tokens, in each backward pass", headings)
+    for name, module in mixtures().items():
         sizes = find_sizes(module)
         assert sizes is not None
-        bounds = tile_bounds(Tiling(), TOKENS, sizes.hidden, sizes if by_sums else None)
+        bounds = tile_bounds(Tiling(), TOKENS, sizes.hidden, sizes)
         share = SUM_TOKENS / TOKENS * sizes.summed / sizes.used * len(bounds)
-        sheet.add(
-            f"{name}, {'auto' if by_sums else 'tokens / hidden_size'}",
-            str(len(bounds)),
-            str(bounds[0][1]),
-            f"{8 * sizes.summed * len(bounds) / 1e9:.1f}",
-            Cell(f"{share:.1%}", share <= MAX_SUMS_SHARE),
-        )
-    return [sheet]
+        summed = f"{8 * sizes.summed * len(bounds) / 1e9:.1f}"
+        table.add(name, str(len(bounds)), str(bounds[0][1]), summed, marked(f"{share:.1%}", share <= MAX_SUMS_SHARE))
+    return [table]
