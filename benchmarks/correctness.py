@@ -6,7 +6,6 @@ and of the gradients of the input and of all weights.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.harness import Options, Table, marked
-from benchmarks.peers import Tile, tiles
+from benchmarks.harness import Options, Table, attempt, judged, usable
+from benchmarks.peers import MAKERS, Tile
 from tests.models import Coded, GatedMLP, H, PlainMLP, RoutedMLP
 from tests.parity import gradients, randn, reference, worst
 
@@ -149,22 +148,9 @@ CASES: dict[str, Callable[[Tile], float | str]] = {
 
 def correctness(options: Options) -> list[Table]:
     """One row for each case, one column for each package. It runs on the CPU, so that only the tiles differ."""
-    packages = tiles()
+    packages, missing = usable(MAKERS)
     table = Table("Tiled MLPs compared with the untiled MLP in float64", ["", *packages])
-    table.note = f"Largest relative error of loss and gradients; ✗ above {EXACT:g}."
+    table.note = f"Largest relative error of loss and gradients; ✗ above {EXACT:g}.{missing}"
     for name, case in CASES.items():
-        table.add(name, *(judged(case, tile) for tile in packages.values()))
+        table.add(name, *(judged(attempt(case, tile), EXACT) for tile in packages.values()))
     return [table]
-
-
-def judged(case: Callable[[Tile], float | str], tile: Tile) -> str:
-    """Return what a case finds, with a verdict."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            found = case(tile)
-        except Exception as error:  # a package may raise anything
-            found = f"raises {type(error).__name__}"
-    if isinstance(found, str):
-        return marked(found, False)
-    return marked(f"{found:.0e}" if found < EXACT else f"wrong by {found:.0%}", found < EXACT)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import io
 import logging
 import os
 import platform
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -34,8 +32,6 @@ class Options:
 
     device: torch.device = CPU
     quick: bool = False
-    directory: str = tempfile.gettempdir()
-    """Where block inputs are offloaded to."""
 
     @property
     def rounds(self) -> int:
@@ -81,23 +77,18 @@ def marked(text: str, good: bool) -> str:
     return f"{'✓' if good else '✗'} {text}"
 
 
+def judged(error: float | str, bound: float) -> str:
+    """Return a relative error with its verdict, or the kind of what was raised."""
+    if isinstance(error, str):
+        return marked(error.partition(":")[0], False)
+    return marked(f"{error:.0e}", error < bound)
+
+
 def machine(device: torch.device) -> str:
     name = f"{os.cpu_count()} {platform.machine()} CPU cores"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     return f"{name}, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}"
-
-
-def version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def reason(error: BaseException) -> str:
-    """Return the first line of an error, or the name of its class."""
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def usable(makers: dict[str, Callable[[], T]]) -> tuple[dict[str, T], str]:
@@ -108,7 +99,7 @@ def usable(makers: dict[str, Callable[[], T]]) -> tuple[dict[str, T], str]:
         try:
             found[name] = make()
         except Exception as error:  # a package may refuse a machine with any error
-            missing += f" Not measured: {name} ({reason(error)})."
+            missing += f" Not measured: {name} ({error})."
     return found, missing
 
 
@@ -157,12 +148,26 @@ def step_of(model: nn.Module, ids: Tensor) -> Callable[[], None]:
 
 
 def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
-    """Return how long a run takes, until the device has finished it."""
+    """Return how long a run takes on the device. On a CPU this is the process time of one thread."""
+    if device.type != "cuda":
+        return host_seconds_of(run)
     start = time.perf_counter()
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.cuda.synchronize(device)
     return time.perf_counter() - start
+
+
+def host_seconds_of(run: Callable[[], Any]) -> float:
+    """Return the process time that a run takes in one thread, which other load hardly changes."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # launches into a full queue would spin
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    start = time.process_time()
+    run()
+    seconds = time.process_time() - start
+    torch.set_num_threads(threads)
+    return seconds
 
 
 def interleaved(
@@ -238,4 +243,4 @@ def attempt(function: Callable[..., Any], *args: Any) -> Any:
         with redirect_stdout(io.StringIO()):
             return function(*args)
     except Exception as error:  # a package may raise anything
-        return f"raises {type(error).__name__}: {reason(error)}"
+        return f"raises {type(error).__name__}: {error}"

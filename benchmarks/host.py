@@ -7,34 +7,18 @@ arithmetic takes next to nothing. On a GPU the host must be ahead of the device,
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
 
-from benchmarks.harness import Options, Table, interleaved, machine
+from benchmarks.harness import Options, Table, host_seconds_of, interleaved, machine
 from benchmarks.peers import Tile, tiles
+from tests.models import GatedMLP
 
 FEW, MANY = 64, 256
 """Tiles of a call. The slope between them leaves out what is done once for each call."""
 HIDDEN, TOKENS = 16, 4
 """The tile: 4 tokens of an MLP of 16 x 48."""
-
-
-def process_time(step: Callable[[], Any]) -> float:
-    """Return the seconds that a step takes on the host."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # launches into a full queue would spin
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    start = time.process_time()
-    step()
-    seconds = time.process_time() - start
-    torch.set_num_threads(threads)
-    return seconds
 
 
 def host(options: Options) -> list[Table]:
@@ -47,7 +31,7 @@ def host(options: Options) -> list[Table]:
     for name, tile in tiles().items():
         for count in (FEW, MANY):
             steps[f"{name} {count}"] = tiled_step(tile, count, options.device)
-    times = interleaved(steps, rounds, process_time)
+    times = interleaved(steps, rounds, host_seconds_of)
     own = 0.0
     for name in tiles():
         few, many = (statistics.median(times[f"{name} {count}"]) for count in (FEW, MANY))
@@ -60,8 +44,7 @@ def host(options: Options) -> list[Table]:
 def tiled_step(tile: Tile, count: int, device: torch.device) -> Callable[[], None]:
     """Return a function that runs one forward and backward pass in so many tiles."""
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_attention_heads=1)
-    mlp = LlamaMLP(config).to(device)
+    mlp = GatedMLP(HIDDEN, 3 * HIDDEN).to(device)
     tile(mlp, count)
     x = torch.randn(1, count * TOKENS, HIDDEN, device=device, requires_grad=True)
     gradient = torch.randn_like(x)

@@ -13,18 +13,20 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 
 from benchmarks.harness import Options, Table, machine
 from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy, Tiling
 from lt_tiled.callbacks import SequenceLengthFinder
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.memory import gib
+from tests.lit import trainer
 
 SETTINGS = ["plain", "activation checkpointing", "+ tiled loss", "+ tiled MLPs", "+ block inputs on disk"]
 SMALL = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -62,7 +64,7 @@ def longest(options: Options) -> list[Table]:
     table.note = f"Within {room.granule} tokens, {machine(options.device)}."
     plain = 0
     for setting in SETTINGS:
-        command = [sys.executable, "-m", "benchmarks.longest", setting, size, options.directory]
+        command = [sys.executable, "-m", "benchmarks.longest", setting, size]
         done = subprocess.run(command, capture_output=True, text=True, timeout=3600, env={**os.environ, **HEAP})
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
@@ -74,7 +76,7 @@ def longest(options: Options) -> list[Table]:
 
 def main() -> None:
     """Find the longest sequence of one setting."""
-    setting, size, directory = sys.argv[1:]
+    setting, size = sys.argv[1:]
     room, index = ROOMS[size], SETTINGS.index(setting)
     policies: dict[str, Any] = {"tiling": None, "activation_checkpointing": None}
     if index >= 1:
@@ -82,23 +84,20 @@ def main() -> None:
     if index >= 3:
         policies["tiling"] = Tiling(room.shards or "auto")
     if index >= 4:
-        policies["activation_checkpointing"] = ActivationCheckpointing(offload="disk", directory=directory)
+        policies["activation_checkpointing"] = ActivationCheckpointing(offload="disk", directory=tempfile.gettempdir())
     model = CausalLM(room.model, loss=index >= 2 and (room.shards or True))
     finder = SequenceLengthFinder(start=room.granule, granule=room.granule)
 
     def fit(tokens: int, *callbacks: Callback) -> None:
-        trainer = Trainer(
-            strategy=TiledSingleDeviceStrategy(**policies),
+        run = trainer(
+            TiledSingleDeviceStrategy(**policies),
+            accelerator="auto",
             precision="bf16-true" if torch.cuda.is_available() else "32-true",
             max_steps=1,
             limit_val_batches=0,
             callbacks=list(callbacks),
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
-        trainer.fit(model, datamodule=TextFiles(seq_len=tokens))
+        run.fit(model, datamodule=TextFiles(seq_len=tokens))
 
     fit(64)  # what is imported and started on the way is there before the limit
     limit(room.nbytes)

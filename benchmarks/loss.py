@@ -3,7 +3,7 @@
 Every package computes the cross-entropy of ``hidden @ weight.T`` and the gradients of both. Errors are relative, of the
 worse gradient, against float64. Times are relative to full logits of all tokens, in one run. Packages that are not
 installed are named: DeepSpeed (``deepspeed``), Cut Cross-Entropy (``cut-cross-entropy`` and ``triton``; on a CPU its
-``torch_compile`` implementation), Liger (``liger-kernel``, on a GPU).
+``torch_compile`` implementation).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.harness import CPU, Options, Table, compared, interleaved, machine, marked, peak_of, seconds_of, usable
+from benchmarks import harness
+from benchmarks.harness import CPU, Options, Table, attempt, compared, interleaved, judged, machine, usable
 from lt_tiled import tiled_linear_cross_entropy
 from tests.meters import flops
 
@@ -65,18 +66,6 @@ def cut_cross_entropy(device: torch.device) -> Loss:
     return way
 
 
-def liger(device: torch.device) -> Loss:
-    if device.type != "cuda":
-        raise ImportError("its kernels need a GPU")
-    function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
-
-    def loss(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-        value: Tensor = function(hidden, weight, labels, reduction=reduction)
-        return value
-
-    return loss
-
-
 def loss(options: Options) -> list[Table]:
     """Return the table of errors and the table of costs."""
     device = options.device
@@ -85,7 +74,6 @@ def loss(options: Options) -> list[Table]:
         "lt_tiled": lt_tiled,
         "DeepSpeed": deepspeed,
         COMPILED: partial(cut_cross_entropy, device),
-        "Liger": partial(liger, device),
     }
     ways, missing = usable(makers)
     return [errors(ways, device, missing), costs(ways, options)]
@@ -116,12 +104,11 @@ def error(loss: Loss, dtype: torch.dtype, device: torch.device, bound: float, **
     inputs = drawn(1000, 64, 1001, dtype, device, ignored=500)
     exact = [inputs[0].detach().double().requires_grad_(), inputs[1].detach().double().requires_grad_(), inputs[2]]
     true = gradients(full_logits, exact, **how)
-    try:
-        found = gradients(loss, inputs, **how)
-    except Exception as problem:  # a package may raise anything
-        return marked(f"raises {type(problem).__name__}", False)
+    found = attempt(partial(gradients, loss, inputs, **how))
+    if isinstance(found, str):
+        return judged(found, bound)
     worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, true, strict=True))
-    return marked(f"{worst:.1e}", worst < bound)
+    return judged(worst, bound)
 
 
 def errors(ways: dict[str, Loss], device: torch.device, missing: str = "") -> Table:
@@ -153,13 +140,13 @@ def costs(ways: dict[str, Loss], options: Options) -> Table:
     for name, way in ways.items():
         runs[name] = partial(gradients, way, all_count)
         runs[f"{name}, half"] = partial(gradients, way, half)
-    times = interleaved(runs, options.rounds, partial(seconds_of, device=device))
+    times = interleaved(runs, options.rounds, partial(harness.seconds_of, device=device))
     for name in ways:
         relative, spread = compared(times, name, BASE)
         ignoring, _ = compared(times, f"{name}, half", BASE)
         counted = ["in a kernel", "in a kernel"]
         if name != COMPILED:
             counted = [f"{flops(runs[name]) / flops(runs[BASE]):.2f}"]
-            counted.append(f"{peak_of(runs[name], device) / peak_of(runs[BASE], device):.2f}")
+            counted.append(f"{harness.peak_of(runs[name], device) / harness.peak_of(runs[BASE], device):.2f}")
         table.add(name, f"{relative:.2f}", spread, f"{ignoring:.2f}", *counted)
     return table

@@ -13,32 +13,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.harness import Options, Table, usable, version_of
+from benchmarks.harness import usable
 from lt_tiled import tile
 
 Tile = Callable[[nn.Module, int], None]
 """Makes a module run in that many tiles, on the instance."""
-PACKAGES = {
-    "lt_tiled": "lt-tiled",
-    "DeepSpeed": "deepspeed",
-    "axolotl": "axolotl",
-    "Liger": "liger-kernel",
-    "verl": "verl",
-}
 
 
 def tiles() -> dict[str, Tile]:
     """Return the packages that can be imported here, lt_tiled first."""
     return usable(MAKERS)[0]
-
-
-def peers(options: Options) -> list[Table]:
-    """Name the packages that are measured, and why others are not."""
-    found, missing = usable(MAKERS)
-    table = Table("Tiled MLPs on this machine", ["package", "version"], missing.strip())
-    for name in found:
-        table.add(name, version_of(PACKAGES[name]))
-    return [table]
 
 
 def _lt_tiled() -> Tile:

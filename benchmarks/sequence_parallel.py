@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.harness import CPU, Options, Ranks, Table, marked, version_of
+from benchmarks.harness import CPU, Options, Ranks, Table, marked
 from benchmarks.tiny import tiny_model
 from lt_tiled import prepare
+from tests.engines.cells import zero
 from tests.sequence_parallel.models import half_ignored, ids, packed, padded
 from tests.sequence_parallel.runs import step
 
@@ -95,7 +96,7 @@ def by_deepspeed(model: Any, batch: Batch, stage: int) -> Tensor:
     mpu = ulysses_sp.UlyssesSPAttentionHF.register_with_transformers(model, attention, size, micro_batch_size=1)
     group = mpu.get_sequence_parallel_group()
     own = next(ulysses_sp.UlyssesSPDataLoaderAdapter([batch], dist.get_rank(), group, size, CPU))
-    config = zero(stage) | {"sequence_parallel_size": size}
+    config = zero(f"zero{stage}") | {"sequence_parallel_size": size}
     engine, *_ = deepspeed.initialize(config=config, model=model, optimizer=sgd(model), mpu=mpu)
     loss = loss_of_share(engine, model, own, group)
     engine.backward(loss)
@@ -117,7 +118,7 @@ def by_accelerate(model: Any, batch: Batch, stage: int) -> Tensor:
     size = dist.get_world_size()
     accelerator = Accelerator(
         parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=size, sp_handler=handler),
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero(stage)),
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero(f"zero{stage}") | {"gradient_accumulation_steps": 1}),
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],  # by itself it has none on a CPU
     )
     data: Any = DataLoader([0], collate_fn=lambda _: batch)  # type: ignore[arg-type]
@@ -141,17 +142,6 @@ def loss_of_share(engine: Any, model: Any, own: Batch, group: Any) -> Tensor:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), RATE)
-
-
-def zero(stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": 0.0,
-    }
 
 
 SYSTEMS: dict[str, Callable[[Any, Batch], Tensor]] = {
@@ -202,8 +192,7 @@ def sequence_parallel(options: Options) -> list[Table]:
     table = Table("Loss and gradients of one sequence that two ranks share", ["", *SYSTEMS])
     table.note = (
         f"Errors relative to one process; ✗ above {CLOSE:g}. x2.00: the loss is right, and gradients are but for that"
-        f" factor. deepspeed {version_of('deepspeed')}, accelerate {version_of('accelerate')}, transformers"
-        f" {version_of('transformers')}."
+        " factor."
     )
     with Ranks() as ranks:
         for name in list(CASES)[:: options.size(7, 1, 1)]:
