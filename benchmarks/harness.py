@@ -69,7 +69,7 @@ class Table:
         for line in lines:
             cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
             text += f"| {' | '.join(cells)} |\n"
-        return f"{text}\n{self.note}\n"
+        return f"{text}\n{self.note}\n" if self.note else text
 
 
 def marked(text: str, good: bool) -> str:

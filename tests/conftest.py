@@ -34,9 +34,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--write-docs", action="store_true", help="write the tables of the docs anew instead of comparing them"
-    )
-    parser.addoption(
         "--examples", type=int, help="draw this many random examples for each property-based test (tests/property)"
     )
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")

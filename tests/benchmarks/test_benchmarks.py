@@ -1,172 +1,172 @@
-"""What the benchmark says of lt_tiled holds, exactly where figures are exact; and it says who was not measured."""
+"""What the benchmarks say of lt_tiled holds, and the pages name commands that exist."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
-from contextlib import closing
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.__main__ import ROOT, record, sheets_of, write
-from benchmarks.alarms import CASES, train
-from benchmarks.checks import step_of
-from benchmarks.correctness import correctness, rounding
-from benchmarks.costs import Size, costs
-from benchmarks.experts import experts
-from benchmarks.loss import candidates, errors, usable
-from benchmarks.peers import Peer, peers, roll_call
-from benchmarks.sequence_parallel import Worlds, exact_costs, gradients
-from benchmarks.sheet import Sheet
+from benchmarks import correctness, costs, gpu, harness, loss, models, peers, sequence_parallel
+from benchmarks.__main__ import SECTIONS
+from benchmarks.harness import CPU, Options, Size, Table
+from tests.world import World
 
 pytestmark = pytest.mark.slow
 
-CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+QUICK = Options(quick=True)
 
 
-@pytest.fixture(scope="module")
-def everyone() -> list[Peer]:
-    """lt_tiled and DeepSpeed, which the tests have installed."""
-    return [peer for peer in peers() if peer.name in ("lt_tiled", "DeepSpeed")]
+@pytest.fixture(autouse=True)
+def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure lt_tiled and DeepSpeed, which the tests have installed."""
+    for name in set(peers.MAKERS) - {"lt_tiled", "DeepSpeed"}:
+        monkeypatch.delitem(peers.MAKERS, name)
 
 
-def verdicts(sheet: Sheet, name: str) -> list[bool | None]:
-    """Of a column, or of a row where no column has the name."""
-    if name in sheet.headings:
-        return [row[sheet.headings.index(name)].good for row in sheet.rows]
-    (row,) = [row for row in sheet.rows if row[0].text == name]
-    return [cell.good for cell in row[1:]]
+def column(table: Table, name: str) -> list[str]:
+    return [row[table.headings.index(name)] for row in table.rows]
 
 
 @pytest.mark.self_checks
-def test_no_red_cell(everyone: list[Peer]) -> None:
-    """In the correctness grid lt_tiled is right in every row, and rows tell right from wrong: DeepSpeed has both."""
-    (sheet,) = correctness(everyone)
-    assert len(sheet.rows) >= 20
-    assert verdicts(sheet, "lt_tiled") == [True] * len(sheet.rows)
-    assert set(verdicts(sheet, "DeepSpeed")) == {True, False}
+def test_correctness() -> None:
+    """lt_tiled is right in every case, and cases tell right from wrong: DeepSpeed has both."""
+    (table,) = correctness.correctness(QUICK)
+    assert len(table.rows) >= 20
+    assert {cell[0] for cell in column(table, "lt_tiled")} == {"✓"}
+    assert {cell[0] for cell in column(table, "DeepSpeed")} == {"✓", "✗"}
 
 
-def test_error_is_flat(everyone: list[Peer]) -> None:
-    """From 1 to 512 tiles the error of lt_tiled's bfloat16 gradients stays within 1.5 times, where DeepSpeed's does
-    not.
-    """
-    (sheet,) = rounding(everyone, CPU, (1, 64, 512))
-    assert verdicts(sheet, "lt_tiled") == [True] * 3
-    assert verdicts(sheet, "DeepSpeed") == [True, False, False]
+def test_costs() -> None:
+    """A checkpointed step in tiles has the FLOPs of the one without, and a lower peak; DeepSpeed's has more FLOPs."""
+    size = Size(tokens=512, hidden=64, intermediate=256, layers=2, shards=8)
+    model, ids = harness.llama(size), harness.draw(size)
+    counts: dict[str, Any] = {"untiled": costs.counted(model, "untiled", None, 8, ids)}
+    for name, tile in peers.tiles().items():
+        counts[name] = costs.counted(model, name, tile, 8, ids)
+    flops, peak = counts["untiled"]
+    assert counts["lt_tiled"][0] == pytest.approx(flops, rel=0.005)
+    assert counts["DeepSpeed"][0] > 1.1 * flops
+    assert counts["lt_tiled"][1] < 0.9 * min(peak, counts["DeepSpeed"][1] / 0.9)
 
 
-def test_sums_of_experts() -> None:
-    """With ``num_shards="auto"`` the gradient sums of released mixtures take at most 5 % of the arithmetic, and with
-    ``ceil(tokens / hidden_size)`` tiles more.
-    """
-    (sheet,) = experts()
-    assert verdicts(sheet, "of the arithmetic") == 3 * [False, True]
-
-
-def test_flops(everyone: list[Peer]) -> None:
-    """A checkpointed step in tiles has the untiled one's FLOPs and two forward passes of the MLP; DeepSpeed's has
-    three.
-    """
-    (sheet,) = costs(everyone, Size(tokens=512, hidden=64, intermediate=256, layers=2, shards=8))
-    untiled, ours, theirs = sheet.rows
-    assert [cell.text for cell in ours[:4]] == ["lt_tiled", "1.00", "1.00", "2"]
-    assert (untiled[3].text, theirs[2].text, theirs[3].text) == ("2", "1.36", "3")
-    assert float(theirs[1].text) > 1.1
-    assert float(ours[4].text) < 0.9
-
-
-def test_loss_is_right() -> None:
-    """In the grid of losses lt_tiled is right in every cell, and DeepSpeed's scaled gradients are not."""
-    ways = usable({name: way for name, way in candidates(4).items() if name in ("lt_tiled", "DeepSpeed")}, CPU)
-    sheet = errors(ways, CPU, 4)
-    assert verdicts(sheet, "lt_tiled") == [True] * 7
-    assert verdicts(sheet, "DeepSpeed")[2:4] == [False, False]
-
-
-def test_rounding_is_no_alarm() -> None:
-    """Recomputes that sum in another order are compared, and none is refused."""
-    refused, (_, units, _) = train(CASES["bfloat16 weights, 4 of 8 experts"], 3)
-    assert refused == 0
-    assert units > 0
-
-
-def test_steps_without_the_comparison() -> None:
+def test_step_without_the_comparison() -> None:
     """A step is timed with the comparison and without it."""
     size = Size(tokens=32, hidden=64, intermediate=128, layers=1, shards=2)
-    assert min(step_of(size, tiled=True)(), step_of(size, tiled=True, compared=False)()) > 0
+    with costs.with_checkpointing(harness.llama(size), costs.UNCOMPARED, None, 2) as model:
+        step = harness.step_of(model, harness.draw(size))
+        times = harness.interleaved(
+            {"with": step, "without": lambda: costs.uncompared(step)}, 1, harness.host_seconds_of
+        )
+    assert min(harness.compared(times, "with", "without")[0], *times["with"]) > 0
 
 
-def test_who_is_missing() -> None:
-    """A peer that cannot be imported is a row that says why."""
-    sheet = roll_call([Peer("Liger", None, "No module named 'triton'")])
-    assert [cell.text for cell in sheet.rows[0]] == ["Liger", "not measured: No module named 'triton'"]
+def test_experts() -> None:
+    """With ``num_shards="auto"`` the gradient sums of released mixtures take at most 5 % of the arithmetic."""
+    (table,) = costs.experts(QUICK)
+    assert [cell[0] for cell in column(table, "of the arithmetic")] == 3 * ["✓"]
 
 
-def test_page_has_results() -> None:
-    """Each place for a table in the documentation holds one of a sheet that the benchmark makes."""
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    places = re.findall(r"<!-- benchmark: (\w+) -->\n(.*?)<!-- end -->", page, re.DOTALL)
-    source = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
-    assert len(places) >= 8
-    for name, table in places:
-        assert table.startswith("| "), name
-        assert re.search(rf'Sheet\(\s*"{name}"', source), name
+def test_loss() -> None:
+    """The gradients of lt_tiled's loss are right in every case, and DeepSpeed's are not where the loss is scaled."""
+    table = loss.errors({"lt_tiled": loss.lt_tiled(), "DeepSpeed": loss.deepspeed()}, CPU)
+    ours, theirs = ([cell[0] for cell in row[1:]] for row in table.rows)
+    assert ours == 4 * ["✓"]
+    assert theirs == ["✓", "✓", "✓", "✗"]
 
 
-def test_markdown_and_json(tmp_path: Path) -> None:
-    """A sheet goes between its comments and nowhere else, each time anew; the record names versions, seed and load."""
-    sheet = Sheet("costs", "a title", ["", "FLOPs"], notes=["A note."])
-    sheet.add("a|b", "1.00")
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- benchmark: costs -->\nold\n<!-- end -->\n<!-- benchmark: other -->\n<!-- end -->\n")
-    for _ in range(2):
-        write(page, [sheet])
-    assert page.read_text() == (
-        "before\n<!-- benchmark: costs -->\n|  | FLOPs |\n| --- | --- |\n| a\\|b | 1.00 |\n\nA note.\n<!-- end -->\n"
-        "<!-- benchmark: other -->\n<!-- end -->\n"
+def test_missing_packages() -> None:
+    """What cannot be imported is named with the reason, and an error of a package becomes a cell."""
+
+    def missing() -> int:
+        raise ImportError("No module named 'triton'")
+
+    assert harness.usable({"Liger": missing}) == ({}, " Not measured: Liger (No module named 'triton').")
+    assert harness.judged(harness.attempt(missing), 1.0) == "✗ raises ImportError"
+
+
+def test_table() -> None:
+    table = Table("a title", ["", "FLOPs"], "A note.")
+    table.add("lt_tiled", harness.marked("1.00", True))
+    assert table.text() == (
+        "## a title\n\n|          | FLOPs  |\n| -------- | ------ |\n| lt_tiled | ✓ 1.00 |\n\nA note.\n"
     )
-    told = json.loads(json.dumps(record([sheet], quick=True)))
-    assert told["versions"]["torch"] == torch.__version__
-    assert {"seed", "load_at_the_end", "machine", "quick"} <= told.keys()
-    assert sheets_of(told) == [sheet]
-
-
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[Worlds]:
-    """Ranks for each system."""
-    with closing(Worlds()) as worlds:
-        yield worlds
 
 
 @pytest.mark.full
-def test_sequence_parallelism_is_right(worlds: Worlds) -> None:
-    """lt_tiled has the gradients of one process under every engine and mask; DeepSpeed under ZeRO-3, and neither twice
-    as large nor for packed documents.
-    """
-    sheet = gradients(worlds, (2,), ["causal", "packed documents"])
-    ours, theirs = ([h.startswith(name) for h in sheet.headings].index(True) for name in ("lt_tiled", "DeepSpeed"))
-    for row in sheet.rows:
-        assert [cell.good for cell in row[ours:theirs]] == [True] * 4
-    causal, packed = (row[theirs:] for row in sheet.rows)
-    assert [cell.text for cell in causal[1:3]] == ["x2.00"] * 2
-    assert [cell.good for cell in causal] == [True, False, False, True]
-    assert [cell.good for cell in packed] == [False] * 4
+def test_sequence_parallel(deepspeed_world: World) -> None:
+    """lt_tiled has the loss and the gradients of one process for packed documents, and DeepSpeed has not."""
+    for system, mark in (("lt_tiled", "✓"), ("DeepSpeed, ZeRO-3", "✗ loss")):
+        found = deepspeed_world(sequence_parallel.errors, system, "packed documents")
+        assert sequence_parallel.judged(found).startswith(mark)
 
 
-@pytest.mark.full
-def test_sequence_parallelism_halves_memory(worlds: Worlds) -> None:
-    """A step of two ranks has two all-to-alls for each layer forward and two backward, and half of the memory. On the
-    host it has an all-gather for each layer and two more, which compare batches and blocks.
-    """
-    size = Size(tokens=512, hidden=128, intermediate=256, layers=2)
-    sheet = exact_costs(worlds, size, (2,))
-    found = {row[0].text: [cell.text for cell in row[1:]] for row in sheet.rows}
-    assert found["lt_tiled"][:4] == ["8", "4", "0", "1"]
-    assert found["lt_tiled, activation checkpointing"][0] == "12"
-    assert found['lt_tiled, `keep="attention"`'][0] == "8"
-    assert found["DeepSpeed"][:2] == ["16", "4"]
-    assert float(found["lt_tiled"][4]) < 0.55
+@pytest.mark.parametrize(
+    ("name", "outcome", "reason"),
+    [
+        ("llama", "right", "off by"),
+        ("bloom", "refused", "cannot run on those of one rank"),
+        ("gemma4_assistant", "cannot be built", "hidden_size_per_layer_input must be 0"),
+    ],
+)
+def test_models(name: str, outcome: str, reason: str, world: World) -> None:
+    """A model is right, refused with the message that users see, or cannot be built."""
+    for found in world(models.examine, name):
+        assert found[0] == outcome
+        assert reason in found[1]
+
+
+def with_wrong_gradient(name: str) -> tuple[str, str]:
+    """Return the verdict on a model of which one gradient of the shared step is off by a millionth."""
+
+    def shared_step(model: Any, inputs: Any) -> Any:
+        found = step(model, inputs)
+        last = list(found)[-1]
+        return found | {last: found[last] * (1 + 1e-6)}
+
+    step = models.shared_step
+    models.shared_step = shared_step
+    try:
+        return models.examine(name)
+    finally:
+        models.shared_step = step
+
+
+def test_wrong_gradient(world: World) -> None:
+    """One gradient that is off by a millionth makes a model wrong."""
+    assert {outcome for outcome, _ in world(with_wrong_gradient, "llama")} == {"wrong"}
+
+
+def test_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU the command runs its benchmarks at small sizes. A command that fails or hangs is named."""
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "0"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu, "BENCHMARKS", ["-c", "raise SystemExit('--quick')"])
+    with pytest.raises(SystemExit, match="failed"):
+        gpu.main()
+    monkeypatch.setattr(gpu, "BENCHMARKS", ["-c", "import time; time.sleep(1000)"])
+    with pytest.raises(SystemExit, match="had no more than"):
+        gpu.main()
+
+
+def test_pages_name_commands() -> None:
+    """Each benchmark that a page names can be run."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    text = " ".join(" ".join(page.read_text().split()) for page in pages)
+    named = {name for names in re.findall(r"benchmarks --only ((?:[a-z_]+ ?)+)", text) for name in names.split()}
+    assert named - {"and"} <= set(SECTIONS)
+    for module in re.findall(r"python -m (benchmarks\.\w+)", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists()
+
+
+def test_command() -> None:
+    """The command prints the tables of the benchmarks that are named."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--only", "experts"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert "| Mixtral 8x7B  | 13 " in done.stdout

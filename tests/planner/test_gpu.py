@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.longest import ON_GPU as LLAMA_8B
+from benchmarks.longest import LLAMA_8B
 from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy, Tiling
 from lt_tiled.callbacks import MemoryMonitor
 from lt_tiled.lm import CausalLM, TextFiles
@@ -28,12 +28,12 @@ def test_four_layers_of_llama_8b(tokens: int, offload: Any) -> None:
     }
     data, monitor = TextFiles(seq_len=tokens), MemoryMonitor()
     with torch.device("meta"):
-        planned = CausalLM(LLAMA_8B.model)
+        planned = CausalLM(LLAMA_8B)
     strategy = TiledSingleDeviceStrategy(**policies)
     options: dict[str, Any] = {"accelerator": "gpu", "precision": "bf16-true"}
     predicted = plan(make_job(planned, data, {"strategy": strategy, **options})).peak
     run = trainer(
         TiledSingleDeviceStrategy(**policies), max_steps=3, callbacks=[monitor], limit_val_batches=0, **options
     )
-    run.fit(CausalLM(LLAMA_8B.model), datamodule=data)
+    run.fit(CausalLM(LLAMA_8B), datamodule=data)
     assert predicted == pytest.approx(monitor.peak, rel=0.05)

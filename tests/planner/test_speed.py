@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.ladder import LLAMA_8B
+from benchmarks.longest import LLAMA_8B
 from lt_tiled import ActivationCheckpointing, SequenceParallel, TiledDeepSpeedStrategy, Tiling
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.offload.offloader import OffloadStats
@@ -124,7 +124,7 @@ def test_published_speed(tokens: int, sharing: int, offload: Any, published: flo
     counts attention without its mask.
     """
     with torch.device("meta"):
-        module = CausalLM({**LLAMA_8B, "max_position_embeddings": 2**22}, loss=True)
+        module = CausalLM({**LLAMA_8B, "num_hidden_layers": 32, "max_position_embeddings": 2**22}, loss=True)
     strategy = TiledDeepSpeedStrategy(stage=3, offload_optimizer=True, offload_parameters=True)
     base = make_job(module, TextFiles(), {"strategy": strategy, "precision": "bf16-true", "devices": 8})
     settings = replace(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -20,7 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.self_checks]
 
 TILES = Tiling(num_shards=3)
 """Three tiles of most inputs are not of one size."""
-TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def run(model: nn.Module, architecture: Architecture) -> dict[str, torch.Tensor]:
@@ -95,34 +92,3 @@ def costs(model: nn.Module, architecture: Architecture) -> tuple[int, int]:
     with LiveBytes() as live:
         run(model, architecture)
     return live.flops, live.peak
-
-
-def row(name: str) -> str:
-    """A line of the table."""
-    architecture = ARCHITECTURES[name]
-    model = architecture.build()
-    found = find_tileable(model, Tiling(targets="mlp")) if architecture.finds else []
-    where = {pattern(t.path): "" for t in found}
-    kinds = {t.kind: "" for t in found}
-    norms = [{type(m).__name__: "" for t in found for m in getattr(t, place)} for place in ("before", "after")]
-    cells = [" <br>".join(f"`{path}`" for path in where), *("<br>".join(names) for names in (kinds, *norms))]
-    cells.append(f"more: {architecture.more_flops}" if architecture.more_flops else "1.00" if found else "")
-    return f"| {name} | `{architecture.model}` | {' | '.join(cell.replace(' <br>', '<br>') or '-' for cell in cells)} |"
-
-
-def test_table_of_the_docs(request: pytest.FixtureRequest) -> None:
-    """The table in ``docs/models.md`` says what is found in each architecture; ``pytest --write-docs`` writes it
-    anew.
-    """
-    text = TABLE.read_text()
-    head, begin, rest = text.partition("<!-- table: begin -->\n")
-    _, end, tail = rest.partition("<!-- table: end -->")
-    lines = [
-        "| architecture | class | where | what is tiled | norm before it | norm after it | FLOPs |",
-        "|---|---|---|---|---|---|---|",
-        *map(row, ARCHITECTURES),
-    ]
-    written = head + begin + "\n".join(lines) + "\n" + end + tail
-    if request.config.getoption("--write-docs"):
-        TABLE.write_text(written)
-    assert text == written or request.config.getoption("--write-docs")
