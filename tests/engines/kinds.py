@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -202,41 +203,6 @@ class ReturnsDict(Unusual):
         return block(x)["hidden"]
 
 
-class ReturnsWeight(Unusual):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return super().forward(x), self.norm2.weight
-
-    @staticmethod
-    def call(block: Any, x: Tensor, state: Tensor) -> Tensor:
-        hidden, weight = block(x)
-        return hidden * weight
-
-
-class TakesTuple(Unusual):
-    def forward(self, inputs: tuple[Tensor, None]) -> Tensor:  # type: ignore[override]
-        return super().forward(inputs[0])
-
-    @staticmethod
-    def call(block: Any, x: Tensor, state: Tensor) -> Tensor:
-        return block((x, None))
-
-
-class ByKeyword(Unusual):
-    """Calls its MLP with a keyword, after a tensor that wants no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = MaskedMLP()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(mask=(x > 0).float(), hidden=self.norm2(x))
-
-
-class MaskedMLP(GatedMLP):
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(hidden) * mask
-
-
 class OfBlocks(TinyLM):
     """Such blocks after an embedding, which may be frozen, run once or twice."""
 
@@ -252,6 +218,57 @@ class OfBlocks(TinyLM):
         for block in [*self.blocks] * self.times:
             x = self.kind.call(block, x, state)
         return self.head(x + state)
+
+
+class TakesIds(Unusual):
+    """Embeds tokens by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, H)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(self.embed(ids))
+
+
+class OfTokens(TinyLM):
+    """Adds what blocks make of the tokens, which have no hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TakesIds() for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.head(self.embed(ids) + self.blocks[0](ids) + self.blocks[1](ids))
+
+
+class UsesNormBefore(TinyLM):
+    """Uses the norm of a block before the block runs."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.head(self.blocks[1](self.blocks[1].norm1(self.blocks[0](self.embed(ids)))))
+
+
+def ties_blocks() -> nn.Module:
+    """Two blocks share a weight."""
+    model = TinyLM()
+    first, second = model.blocks
+    second.mlp.down.weight = first.mlp.down.weight  # type: ignore[union-attr]
+    return model
+
+
+def with_own_leaves(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return what builds a model whose MLPs are leaf modules of ZeRO-3 instead of its blocks."""
+
+    def own_leaves() -> nn.Module:
+        model = build()
+        if "deepspeed" in sys.modules:
+            from deepspeed.utils import set_z3_leaf_modules
+
+            set_z3_leaf_modules(model, [GatedMLP])
+        return model
+
+    return own_leaves
 
 
 @dataclass(frozen=True)
@@ -319,7 +336,17 @@ KINDS = {
     "last is unused": Kind(TinyLM, of_calls(lambda ids, loss: loss(ids[0]) + 0 * loss(ids[1]).detach())),
     "blocks run twice": Kind(partial(OfBlocks, times=2), engines=("ddp", "zero2", "zero3")),
 }
-for _unusual in (Crosses, ReturnsDict, ReturnsWeight, TakesTuple, ByKeyword, Unusual):
+REFUSED_BY_ZERO3 = {
+    "blocks.0 (TakesIds)": OfTokens,
+    "blocks.1 (Block), norm before": UsesNormBefore,
+    "blocks.1 (Block), tied": ties_blocks,
+}
+KINDS |= {name: Kind(build, policies=CHECKED, engines=()) for name, build in REFUSED_BY_ZERO3.items()}
+for _build in (OfTokens, UsesNormBefore):
+    KINDS[f"own leaves, {_build.__name__}"] = Kind(
+        with_own_leaves(_build), policies=CHECKED, unused=True, engines=("zero3",)
+    )
+for _unusual in (Crosses, ReturnsDict, Unusual):
     for _frozen in (False, True):
         KINDS[f"{_unusual.__name__}, frozen embedding" if _frozen else _unusual.__name__] = Kind(
             partial(OfBlocks, _unusual, _frozen), unused=True, engines=("zero3",)

@@ -1,5 +1,5 @@
 """A training script that each launcher starts: three steps of a transformers model, in the loop that users of the
-launcher write. Each rank saves its losses, the engine and the weights.
+launcher write. Each rank saves its losses and the engine that it found.
 
 ``launched.py file loop engine [--nodes N]``, where the loop is ``plain``, ``accelerate`` or ``lightning``.
 """
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
-from tests.engines.cells import sgd, strategy, whole_weights, wrapped
+from tests.engines.cells import sgd, strategy, wrapped
 from tests.lit import trainer
 from tests.models import tiny_llama
 
@@ -29,38 +29,36 @@ DISK = 8 * 2**20
 """The budget of a node, in bytes."""
 
 
-def ids_of(step: int, rank: int) -> Tensor:
-    return torch.randint(32, (1, 24 + step), generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def loss_of(model: Any, ids: Tensor) -> Tensor:
+def loss_of(model: Any, step: int) -> Tensor:
+    rank = dist.get_rank()
+    ids = torch.randint(32, (1, 24 + step), generator=torch.Generator().manual_seed(10 * step + rank))
     loss: Tensor = model(input_ids=ids, labels=ids).loss
     return loss
 
 
-def plain(engine: str, net: nn.Module, block: type[nn.Module]) -> tuple[list[float], nn.Module]:
+def plain(engine: str, net: nn.Module) -> tuple[list[float], nn.Module]:
     """A loop of the user's own, under torchrun and under DeepSpeed's launcher."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    model, backward, step = wrapped(engine, net, block)
+    model, backward, step = wrapped(engine, net, type(net.model.layers[0]))  # type: ignore[index, union-attr]
     losses = []
     for index in range(STEPS):
-        loss = loss_of(model, ids_of(index, dist.get_rank()))
+        loss = loss_of(model, index)
         losses.append(float(loss.detach()))
         backward(loss)
         step()
     return losses, model
 
 
-def accelerate(engine: str, net: nn.Module, block: type[nn.Module]) -> tuple[list[float], nn.Module]:
+def accelerate(engine: str, net: nn.Module) -> tuple[list[float], nn.Module]:
     """A loop with Accelerate, which ``accelerate launch`` tells the engine."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=engine == "ddp")
     model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
     losses = []
-    for step in range(STEPS):
-        loss = loss_of(model, ids_of(step, dist.get_rank()))
+    for index in range(STEPS):
+        loss = loss_of(model, index)
         losses.append(float(loss.detach()))
         accelerator.backward(loss)
         optimizer.step()
@@ -74,7 +72,7 @@ class Lit(pl.LightningModule):
         self.model, self.losses = net, list[float]()
 
     def training_step(self, _: Tensor) -> Tensor:
-        loss = loss_of(self.model, ids_of(self.global_step, self.global_rank))
+        loss = loss_of(self.model, self.global_step)
         self.losses.append(float(loss.detach()))
         return loss
 
@@ -84,26 +82,22 @@ class Lit(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         return sgd(self.parameters())
 
-
-class Keep(pl.Callback):
-    """Reads the model, and this rank's share of its node's disk, before the strategy restores it."""
-
-    def on_train_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
-        (prepared,) = run.strategy.prepared
+    def on_train_end(self) -> None:
+        """Read the model, and this rank's share of its node's disk, before the strategy restores it."""
+        (prepared,) = self.trainer.strategy.prepared
         assert all(row.tiles == 4 for row in prepared.report().tiled)
         assert prepared.offloader.stats.disk_bytes > 0
-        assert prepared.offloader.disk.limit == DISK * run.num_nodes // run.world_size
-        self.found = engine_of(run.strategy.model), whole_weights(run.strategy.model, module.model)
+        assert prepared.offloader.disk.limit == DISK * self.trainer.num_nodes // self.trainer.world_size
+        self.engine = engine_of(self.trainer.strategy.model)
 
 
-def lightning(engine: str, net: nn.Module, nodes: int) -> tuple[list[float], str, dict[str, Tensor]]:
+def lightning(engine: str, net: nn.Module, nodes: int) -> tuple[list[float], str]:
     """A Trainer that offloads to the disk."""
-    module, keep = Lit(net), Keep()
     offload = ActivationCheckpointing(offload="disk", directory=".", disk_budget=DISK, keep_last=0)
     chosen = strategy(lt_tiled, engine, **{**POLICIES, "activation_checkpointing": offload})
     options = {"devices": 2 // nodes, "num_nodes": nodes, "max_steps": STEPS, "limit_val_batches": 0}
-    trainer(chosen, callbacks=[keep], **options).fit(module)
-    return module.losses, *keep.found
+    trainer(chosen, **options).fit(module := Lit(net))
+    return module.losses, module.engine
 
 
 def engine_of(model: Any) -> str:
@@ -114,25 +108,22 @@ def engine_of(model: Any) -> str:
     return next(name for kind, name in kinds.items() if isinstance(model, kind))
 
 
-def untiled(engine: str) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and weights of an untiled run on ranks that the tests started."""
+def untiled(engine: str) -> list[float]:
+    """The losses of this rank without lt_tiled, on ranks that the tests started."""
     torch.manual_seed(0)
-    net = tiny_llama(use_cache=False)
-    losses, model = plain(engine, net, type(net.model.layers[0]))
-    return losses, whole_weights(model, net)
+    return plain(engine, tiny_llama(use_cache=False))[0]
 
 
-def trained(loop: str, engine: str, nodes: int) -> tuple[list[float], str, dict[str, Tensor]]:
-    """The losses of this rank, the engine that was found and the weights."""
+def trained(loop: str, engine: str, nodes: int) -> tuple[list[float], str]:
+    """The losses of this rank, and the engine that was found."""
     torch.manual_seed(0)
     net = tiny_llama(use_cache=False)
     if loop == "lightning":
         return lightning(engine, net, nodes)
-    train = {"plain": plain, "accelerate": accelerate}[loop]
     with prepare(net, **POLICIES) as prepared:
-        losses, model = train(engine, net, type(net.model.layers[0]))
+        losses, model = {"plain": plain, "accelerate": accelerate}[loop](engine, net)
         assert all(row.tiles == 4 for row in prepared.report().tiled)
-        return losses, engine_of(model), whole_weights(model, net)
+        return losses, engine_of(model)
 
 
 def main() -> None:

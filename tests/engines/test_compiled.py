@@ -1,23 +1,19 @@
-"""Compiled models and blocks with tiles and activation checkpointing: on two ranks, and through Trainer and Fabric."""
+"""Compiled models and blocks with tiles and activation checkpointing, on two ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from torch import Tensor
 
-import lt_tiled
 from lt_tiled import Tiling, prepare
-from tests.engines.cells import draw, step_on, wrapped
+from tests.engines.cells import draw, wrapped
 from tests.engines.conftest import OnRanks
-from tests.lit import LitTiny, trainer
 from tests.models import TinyLM, lm_loss
-from tests.parity import near, worst
+from tests.parity import worst
 
 PATIENCE = 240.0
 """Seconds, because compiling takes longer than the steps."""
@@ -75,67 +71,3 @@ def test_compiled(how: str, engines: tuple[str, ...], on_ranks: OnRanks) -> None
             assert losses == pytest.approx(true_losses, rel=1e-10)
             assert worst(gradients, true) < 1e-9
             assert graphs[1] == graphs[-1]
-
-
-class Plain(LitTiny):
-    """Keeps nothing in its step, so that nothing in it makes the compiler compile again."""
-
-    def training_step(self, ids: Tensor, index: int) -> Tensor:
-        return lm_loss(self.net(ids), ids)
-
-
-class Look(pl.Callback):
-    """Notes losses, the number of graphs after each step, and what is tiled and recomputed at the end."""
-
-    def __init__(self) -> None:
-        self.losses, self.graphs = list[float](), list[int]()
-
-    def note(self, loss: Tensor) -> None:
-        self.losses.append(float(loss.detach()))
-        self.graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-    def on_train_batch_end(self, run: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
-        self.note(outputs["loss"])
-
-    def on_train_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
-        self.report = str(run.strategy.prepared[0].report())
-
-
-def looked(loop: str, compiled: bool) -> Look:
-    """Train a module that is compiled, or not, before the loop gets it. Fabric may compile it anew."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch.manual_seed(0)
-    look, options = Look(), {"device": "cpu", "tiling": Tiling(4), "activation_checkpointing": True}
-    if loop == "trainer":
-        module = Plain()
-        module.configure_model()
-        run = trainer(lt_tiled.TiledSingleDeviceStrategy(**options), callbacks=[look], limit_val_batches=0)
-        run.fit(torch.compile(module, backend="eager") if compiled else module)
-        return look
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=lt_tiled.fabric.TiledSingleDeviceStrategy(**options))
-    fabric.launch()
-    net: Any = TinyLM()
-    optimizer: Any = torch.optim.SGD(net.parameters(), 1.0)
-    net = torch.compile(net, backend="eager") if compiled else net
-    model, optimizer = fabric.setup(net, optimizer, _reapply_compile=loop == "fabric, compiled anew")
-    for length in (24, 20, 16, 24, 28):
-        ids = draw((2, length), 0)
-        loss = lm_loss(model(ids), ids)
-        look.note(loss)
-        step_on(fabric, optimizer, loss)
-    look.report = str(fabric.strategy.prepared[0].report())
-    fabric.strategy.release()
-    return look
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", ["trainer", "fabric", "fabric, compiled anew"])
-def test_compiled_before(loop: str) -> None:
-    """A compiled module trains in Trainer and in Fabric as an uncompiled one, with the same report, and compiles
-    nothing after its second step.
-    """
-    plain, look = looked(loop, False), looked(loop, True)
-    assert look.losses == near(plain.losses)
-    assert look.report == plain.report
-    assert 0 < look.graphs[1] == look.graphs[-1]

@@ -13,11 +13,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, wrap
 
 import lt_tiled
 from lt_tiled import tiled_linear_cross_entropy
+from lt_tiled.callbacks import Tiled
 from tests.engines.cells import ENGINES, MODES, SHARDED, Look, Ran, in_fabric, in_trainer, strategy
 from tests.engines.conftest import OnRanks
 from tests.lit import LitTiny, Tiny, trainer
@@ -173,7 +176,21 @@ class WrapsByHand(LitTiny):
             self.net.blocks = nn.ModuleList(wrap(block) for block in self.net.blocks)
 
 
+class Sharded(LitTiny):
+    """Shards itself in ``configure_model``, as Lightning's own strategy for FSDP2 wants it."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for module in (*self.net.blocks, self.net):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
+BY_CALLBACK: dict[str, Any] = {"tiling": None, "activation_checkpointing": None}
 ARGUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "callback, ddp": ("ddp", BY_CALLBACK),
+    "callback, fsdp": ("fsdp", BY_CALLBACK),
+    "callback, zero3": ("zero3", BY_CALLBACK),
+    "callback, stock fsdp2": (ModelParallelStrategy, {"data_parallel_size": 2, "tensor_parallel_size": 1}),
     "tiled_fsdp2": ("tiled_fsdp2", {}),
     "tiled_deepspeed_stage_3_offload": ("tiled_deepspeed_stage_3_offload", {}),
     "ddp, unused allowed": ("ddp", {"find_unused_parameters": True}),
@@ -192,20 +209,28 @@ ARGUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def losses_with(_: str, name: str) -> list[float]:
-    engine, options = ARGUMENTS[name]
-    module: Any = WrapsByHand() if name == "fsdp, by hand" else LitTiny()
-    if engine.startswith("tiled"):
+    chosen, options = ARGUMENTS[name]
+    module: Any = {"fsdp, by hand": WrapsByHand, "callback, stock fsdp2": Sharded}.get(name, LitTiny)()
+    if "zero3" in name or "deepspeed" in name:  # whose contexts draw weights of their own
         module.configure_model()
-    chosen = engine if engine.startswith("tiled") else strategy(lt_tiled, engine, **{"tiling": 4, **options})
-    trainer(chosen, devices=dist.get_world_size()).fit(module)
+    if not isinstance(chosen, str):
+        chosen = chosen(**options)
+    elif not chosen.startswith("tiled"):
+        chosen = strategy(lt_tiled, chosen, **{"tiling": 4, **options})
+    callbacks = [Tiled(4, None)] if "callback" in name else []
+    trainer(chosen, devices=dist.get_world_size(), callbacks=callbacks).fit(module)
     assert options.get("tiling") is False or module.forwards_replaced == {6}
     return module.losses
 
 
-@pytest.mark.table("tiled_.*|ddp, static graph|fsdp, (policy of norms|cpu offload|by hand)")
+@pytest.mark.table(
+    "callback, (ddp|stock fsdp2|zero3)|tiled_.*|ddp, static graph|fsdp, (policy of norms|cpu offload|by hand)"
+)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments(name: str, on_ranks: OnRanks) -> None:
-    """``Trainer(strategy=name)`` tiles, and an engine's own arguments work, on the CPU as well, with DDP's losses."""
+    """``Trainer(strategy=name)`` tiles, the callback tiles beside any strategy, Lightning's own FSDP2 too, and an
+    engine's own arguments work, on the CPU as well: losses are DDP's.
+    """
     plain = on_ranks.once(losses_with, "ddp", "ddp, unused allowed")
-    found = on_ranks(losses_with, "zero3" if "deepspeed" in name else "ddp", name)
+    found = on_ranks(losses_with, "zero3" if "deepspeed" in name or "zero3" in name else "ddp", name)
     assert found == [near(losses) for losses in plain]

@@ -14,9 +14,9 @@ import lt_tiled
 from lt_tiled import Tiling
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
-from tests.engines.cells import launch, set_up, step_on, strategy
+from tests.engines.cells import error_of, launch, set_up, step_on, strategy
 from tests.engines.conftest import OnRanks
-from tests.engines.kinds import KINDS
+from tests.engines.kinds import KINDS, REFUSED_BY_ZERO3
 from tests.parity import near
 from tests.world import World
 
@@ -50,7 +50,7 @@ CELLS = [(engine, name) for name, kind in KINDS.items() for engine in kind.engin
 @pytest.mark.table(
     "zero3-(frozen|unused|tied|LoRA|DoRA on the head|a copy of the head|LoRA on all|Llama|Gemma 2|blocks run twice)"
     "|zero3-(4096 and 512 tokens|two calls|product|no gradient between|last is unused|Unusual, frozen embedding)"
-    "|zero3-(Crosses|ReturnsDict|ReturnsWeight|TakesTuple|ByKeyword)"
+    "|zero3-(own leaves, UsesNormBefore|Crosses|ReturnsDict)"
     "|fsdp2-(other experts on each rank|a copy of the head|LoRA on experts|Mixtral|4096 and no tokens|two calls)"
     "|fsdp-(LoRA on the head|BERT|unused|tied)|zero1-4096 and 1 token|zero2-(tokens are mixed|three calls)"
     "|ddp-(tied|Mixtral|product|LoRA on experts)"
@@ -59,12 +59,24 @@ CELLS = [(engine, name) for name, kind in KINDS.items() for engine in kind.engin
 def test_losses(engine: str, name: str, on_ranks: OnRanks) -> None:
     """Three steps in tiles have the losses of untiled ones under DDP: with frozen, tied and unused weights, adapters,
     mixtures of experts, lengths that differ between ranks, several calls before one backward pass, and blocks that take
-    and return other things than tensors.
+    and return other things than hidden states.
     """
     plain = on_ranks.once(losses, "ddp", name, False)
     for (true, _), (found, untiled) in zip(plain, on_ranks(losses, engine, name, True), strict=True):
         assert found == near(true)
         assert KINDS[name].untiled or not untiled
+
+
+def refused(engine: str, name: str) -> tuple[str, str]:
+    return error_of(lambda: losses(engine, name, True))
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_ZERO3)
+def test_what_a_leaf_cannot_be(name: str, on_ranks: OnRanks) -> None:
+    """Blocks whose gradients ZeRO-3 would lose are refused by name in the first step."""
+    for error, message in on_ranks(refused, "zero3", name):
+        assert error == "RuntimeError"
+        assert message.startswith(f"{name.partition(',')[0]} has gradients that ZeRO-3 would lose")
 
 
 def images_on_one_rank(frozen: bool, tiling: Tiling | None) -> tuple[dict[str, Tensor], bool]:
