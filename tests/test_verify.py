@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -197,15 +196,8 @@ def test_buffers() -> None:
     assert net.blocks[0].mlp.calls == 0
 
 
-class Clipping(pl.LightningModule):
+class Clipping(LitTiny):
     """Changes gradients in a hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = TinyLM()
-
-    def training_step(self, ids: Tensor, index: int) -> Tensor:
-        return step(self.net, ids)
 
     def on_after_backward(self) -> None:
         nn.utils.clip_grad_norm_(self.parameters(), 2e-2)
@@ -301,14 +293,14 @@ def on_engine(engine: str, wrong_rank: int | None) -> bool:
     return passed
 
 
-def on_engines(cells: list[tuple[str, int | None]]) -> list[bool]:
-    return [on_engine(*cell) for cell in cells]
-
-
 def sharing() -> bool:
     """Whether a model whose sequences two ranks share passes."""
     chosen = lt_tiled.TiledDDPStrategy(sequence_parallel=2)
     return verify(tiny_llama(), LABELLED, strategy=chosen, devices=2).passed
+
+
+def on_engines(cells: list[tuple[str, int | None]]) -> list[bool]:
+    return [on_engine(*cell) for cell in cells]
 
 
 def test_a_wrong_rank(world: World) -> None:

@@ -27,25 +27,16 @@ EngineName = Literal["single", "ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3"
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine, and the number of its ranks.
-
-    Attributes:
-        bucket: The elements of DeepSpeed's buffers of ``reduce_bucket_size``.
-        views: DDP's ``gradient_as_bucket_view``.
-        offload_optimizer: Whether DeepSpeed keeps the optimizer state in CPU memory.
-        offload_weights: Whether ZeRO-3 keeps the shards in CPU memory.
-        mixed: The dtype in which FSDP all-gathers float32 shards, if it is another one.
-        live: The elements that ZeRO-3 keeps gathered, by ``stage3_max_live_parameters`` or ``_reuse_distance``.
-    """
+    """An engine, and the number of its ranks."""
 
     name: EngineName = "single"
     ranks: int = 1
-    bucket: int = 0
-    views: bool = False
-    offload_optimizer: bool = False
-    offload_weights: bool = False
-    mixed: torch.dtype | None = None
-    live: int = 0
+    bucket: int = 0  # elements of DeepSpeed's reduce_bucket_size
+    views: bool = False  # DDP's gradient_as_bucket_view
+    offload_optimizer: bool = False  # DeepSpeed keeps the optimizer state in CPU memory
+    offload_weights: bool = False  # ZeRO-3 keeps the shards in CPU memory
+    mixed: torch.dtype | None = None  # in which FSDP all-gathers float32 shards, if it is another one
+    live: int = 0  # elements that ZeRO-3 keeps gathered: stage3_max_live_parameters or stage3_max_reuse_distance
 
     @property
     def stage(self) -> int:

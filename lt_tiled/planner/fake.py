@@ -147,14 +147,14 @@ class FakeLedger(Ledger):
         ``FullyShardedDataParallel`` exchanges the same without buffers: it gathers into the weights themselves, and
         frees gradients as soon as they are reduced.
         """
-        operator = func._opname
-        if operator == "all_gather_copy_in":  # inputs, output
+        operator = func.name()
+        if operator == "fsdp::all_gather_copy_in":  # inputs, output
             self.name(args[1], "gathered")
-        elif operator == "split_with_sizes_copy":  # from the output to weights
+        elif operator == "fsdp::split_with_sizes_copy":  # from the output to weights
             self.name(kwargs["out"], "gathered")
             if self.gathers_in_place:
                 self.drop(args[0])
-        elif operator == "_reduce_scatter_base_":  # output, input
+        elif operator == "c10d::_reduce_scatter_base_":  # output, input
             self.name(args[0], "gradients")
             self.name(args[1], "communication")
             if self.gathers_in_place:

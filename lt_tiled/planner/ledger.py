@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,13 +85,6 @@ class Ledger(TorchDispatchMode):
         if func.namespace == "lt_tiled":  # a collective of sequence parallelism
             self.name((args, result), "communication")
         return result
-
-    @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Count no FLOPs of what runs inside."""
-        before = self.work.copy()
-        yield
-        self.work = before
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation."""

@@ -23,12 +23,12 @@ from lt_tiled._prepare import AppliesPolicies, Prepared
 from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.planner.engines import Engine, Zero, elements, mesh_of, share_weights, trained_weights
-from lt_tiled.planner.fake import FakeLedger, fake_offloader, fake_weights, without_memory
+from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.cut import tiles_to_run
-from lt_tiled.training_step.step import shape_of, stepped_on, training_loss
+from lt_tiled.training_step.step import shape_of, training_loss
 
 _OF_WEIGHTS = ("weights", "gradients", "optimizer", "gathered", "communication")
 PARTS = (*_OF_WEIGHTS, "block inputs", "attention", "MLP", "loss", "rest")
@@ -37,29 +37,17 @@ PARTS = (*_OF_WEIGHTS, "block inputs", "attention", "MLP", "loss", "rest")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a step: policies as in a strategy, the engine and its ranks, and what the Trainer sets.
-
-    Attributes:
-        dtype: The dtype of the weights.
-        autocast: The dtype of mixed precision.
-        accumulate: Batches per optimizer step.
-        gpu: Whether the device is a GPU, where the optimizer updates all weights at once.
-    """
+    """The settings of a step: policies as in a strategy, the engine and its ranks, and what the Trainer sets."""
 
     tiling: Tiling | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
     loss: LossShards | None = None
     sequence_parallel: SequenceParallel | None = None
     engine: Engine = field(default_factory=Engine)
-    dtype: torch.dtype = torch.float32
-    autocast: torch.dtype | None = None
-    accumulate: int = 1
-    gpu: bool = False
-
-    @property
-    def sharing(self) -> int:
-        """The number of ranks that share a sequence."""
-        return self.sequence_parallel.size if self.sequence_parallel else 1
+    dtype: torch.dtype = torch.float32  # of the weights
+    autocast: torch.dtype | None = None  # of mixed precision
+    accumulate: int = 1  # batches per optimizer step
+    gpu: bool = False  # where the optimizer updates all weights at once
 
 
 @dataclass(frozen=True)
@@ -130,7 +118,7 @@ class Plan:
 
 
 def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
-    """Simulate a step after the first, when optimizer state and the last step's gradients exist.
+    """Simulate two steps: the second one is like all that follow, with optimizer state and tiled calls that are known.
 
     The module, which has a Trainer, and the batch are on the meta device.
     """
@@ -141,7 +129,7 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
     engine = settings.engine
     phases = dict[str, int]()
     with quiet(), mesh_of(engine) as mesh, without_memory(module) as ledger, ExitStack() as stack:
-        # What exists before the step.
+        # What exists before the first step.
         fake_weights(module, torch.float32 if engine.mixed else None)
         ledger.name([*module.parameters(), *module.buffers()], "weights")
         weights = elements(module.parameters())
@@ -150,36 +138,33 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
         prepared = stack.enter_context(_prepare(module, settings, ledger))
         optimizer = _optimizer_of(module, settings.gpu)
         zero = Zero(engine, module, optimizer, ledger)
-        if not engine.offload_optimizer:
-            _run_first_step(optimizer, ledger)
-        zero.stepped()
+        stack.enter_context(first_two_tiles(ledger))
 
         def begin(phase: str) -> None:
             phases[phase] = ledger.clock + 1
             ledger.begin(phase)
             zero.begin(phase)
 
-        # The step.
-        stack.enter_context(first_two_tiles(ledger))
-        ledger.restart_peak()
-        ledger.work = Work()
-        before = ledger.clock
-        begin("forward")
-        fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
-        with torch.autocast("cpu", settings.autocast, enabled=settings.autocast is not None):
-            loss = training_loss(module.training_step, module, fake)
-        forward = ledger.work.copy()
-        if settings.accumulate == 1:
-            optimizer.zero_grad()  # at the same place as Lightning
-        begin("backward")
-        loss.backward()
-        del loss
-        _name_gradients(optimizer, ledger)
-        backward = ledger.work - forward
-        begin("optimizer")
-        if not engine.offload_optimizer:
-            optimizer.step()
-        zero.stepped()
+        for _ in range(2):
+            ledger.restart_peak()
+            ledger.work = Work()
+            begin("forward")
+            fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
+            with torch.autocast("cpu", settings.autocast, enabled=settings.autocast is not None):
+                loss = training_loss(module.training_step, module, fake)
+            forward = ledger.work.copy()
+            if settings.accumulate == 1:
+                optimizer.zero_grad()  # at the same place as Lightning
+            begin("backward")
+            loss.backward()
+            del loss
+            ledger.name([weight.grad for weight in module.parameters()], "gradients")
+            begin("optimizer")
+            if not engine.offload_optimizer:
+                optimizer.step()
+                ledger.name(list(optimizer.state.values()), "optimizer")
+            zero.stepped()
+        moved = prepared.report().offloaded or OffloadStats()
         return Plan(
             type(module).__name__,
             *shape_of(batch),
@@ -188,10 +173,10 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
             ledger.peak_at,
             phases,
             ledger.clock,
-            [a for a in ledger.allocations if a.died is None or a.died > before],
+            [a for a in ledger.allocations if a.died is None or a.died >= phases["forward"]],
             forward,
-            backward,
-            prepared.report().offloaded or OffloadStats(),
+            ledger.work - forward,
+            OffloadStats(moved.cpu_bytes // 2, moved.disk_bytes // 2),  # of two steps
             weights,
             trained,
         )
@@ -257,18 +242,3 @@ def _length(leaf: Any) -> Any:
     if isinstance(leaf, slice):
         return leaf.stop - leaf.start
     return leaf.shape if isinstance(leaf, Tensor) else None
-
-
-def _run_first_step(optimizer: torch.optim.Optimizer, ledger: FakeLedger) -> None:
-    """Create the gradients and the optimizer state that a first step leaves."""
-    ledger.begin("optimizer")
-    for weight in stepped_on(optimizer):
-        if weight.requires_grad:
-            weight.backward(torch.empty_like(weight))
-    optimizer.step()
-    _name_gradients(optimizer, ledger)
-    ledger.name(list(optimizer.state.values()), "optimizer")
-
-
-def _name_gradients(optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-    ledger.name([weight.grad for weight in stepped_on(optimizer)], "gradients")

@@ -26,21 +26,13 @@ CPU_ADAM = 1e8
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU and its links, each in one direction.
+    """A GPU and its links, in GB/s in one direction."""
 
-    Attributes:
-        tflops: The peak of dense bfloat16 products, in TFLOP/s.
-        memory: GB/s of the GPU's memory.
-        pcie: GB/s to CPU memory.
-        nvme: GB/s to the GPU's share of the disks.
-        network: GB/s to other GPUs: NVLink within a node.
-    """
-
-    tflops: float
-    memory: float
-    pcie: float
-    nvme: float
-    network: float
+    tflops: float  # the peak of dense bfloat16 products, in TFLOP/s
+    memory: float  # of the GPU
+    pcie: float  # to CPU memory
+    nvme: float  # to the GPU's share of the disks
+    network: float  # to other GPUs: NVLink within a node
 
 
 GPU = Literal["a100", "h100", "h200", "b200"]
@@ -62,8 +54,7 @@ class Speed:
     optimizer: float
     seconds: float
     bound: str
-    tokens_per_second: float
-    """Those of all ranks."""
+    tokens_per_second: float  # of all ranks
 
 
 def predict(plan: Plan, machine: Machine) -> Speed:
@@ -112,6 +103,7 @@ def predict(plan: Plan, machine: Machine) -> Speed:
     if update > settings.accumulate * max(longest.values()):
         bound = "the optimizer"
     seconds = settings.accumulate * (max(forward.values()) + max(backward.values())) + update
-    groups = engine.ranks / settings.sharing
-    tokens = plan.tokens * plan.sequences * settings.accumulate * groups
+    tokens = plan.tokens * plan.sequences * settings.accumulate * engine.ranks
+    if settings.sequence_parallel:
+        tokens //= settings.sequence_parallel.size
     return Speed(max(forward.values()), max(backward.values()), update, seconds, bound, tokens / seconds)

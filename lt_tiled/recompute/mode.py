@@ -166,13 +166,11 @@ def is_real(tensor: Tensor) -> bool:
 
 @contextmanager
 def hidden_from_modes(tensor: Tensor) -> Iterator[None]:
-    """Hide what runs on a tensor from FlopCounterMode and other modes; on a fake one, from what a simulation counts."""
-    with ExitStack() as stack:
-        if type(tensor) in PLAIN_TENSORS:
-            stack.enter_context(_disable_current_modes())
-        for mode in _get_current_dispatch_mode_stack():
-            if hasattr(mode, "uncounted"):
-                stack.enter_context(mode.uncounted())
+    """Hide what runs on a tensor that has values from FlopCounterMode and other modes."""
+    if type(tensor) not in PLAIN_TENSORS:
+        yield
+        return
+    with _disable_current_modes():
         yield
 
 

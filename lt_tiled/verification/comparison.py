@@ -33,15 +33,7 @@ _TILES = 5
 """Tiles where the settings leave their number open: five of a power of two have a shorter last one."""
 _ENGINE = ("strategy", "accelerator", "devices", "num_nodes", "precision", "plugins", "sync_batchnorm")
 """The arguments of a Trainer that make its engine."""
-_NO_STEPS: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "max_steps": 0,
-    "limit_val_batches": 0,
-}
-"""The arguments of a Trainer that runs no step by itself."""
+_OFF = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 _AUTOCAST = {"bf16-mixed": {torch.bfloat16}, "16-mixed": {torch.float16}}
 """The dtypes of mixed precision."""
 
@@ -112,14 +104,11 @@ class Comparison(Callback):
 
     def __init__(self, module: LightningModule, batch: Any, seq: int | None, reference: bool) -> None:
         self.module = module
-        self.name = type(unwrapped(module)).__name__
-        if isinstance(module, ModuleWithStep):
-            self.name = type(unwrapped(module.model)).__name__
+        self.name = type(unwrapped(module.model if isinstance(module, ModuleWithStep) else module)).__name__
         self.batch = batch
         self.seq = seq
         self.reference = reference
-        self.weights: dict[str, Tensor] = {}
-        """Those that the reference starts with."""
+        self.weights: dict[str, Tensor] = {}  # that the reference starts with
         self.untiled: Measured | None = None
         self.result: Verification | None = None
 
@@ -127,11 +116,12 @@ class Comparison(Callback):
         """Fit two copies of the module on the engine of a Trainer, and return what differs."""
         # The engine and the policies are the user's, and nothing else.
         arguments: dict[str, Any] = {name: trainer[name] for name in _ENGINE if name in trainer}
+        arguments |= dict.fromkeys(_OFF, False)
         callbacks = trainer.get("callbacks") or []
         if not isinstance(callbacks, list):
             callbacks = [callbacks]
         policies: list[Any] = [callback for callback in callbacks if isinstance(callback, AppliesPolicies)]
-        self.trainer = Trainer(**arguments, **_NO_STEPS, callbacks=[*policies, self])
+        self.trainer = Trainer(**arguments, max_steps=0, limit_val_batches=0, callbacks=[*policies, self])
         step_with_own_optimizer(self.trainer.strategy)
 
         def configure_optimizers() -> GradientsAsWeights:
@@ -166,8 +156,7 @@ class Comparison(Callback):
                 self.untiled = self._run_step(pl_module)
         else:
             force_tiles(patches)
-            tiled = self._run_step(pl_module)
-            self._compare(self.untiled, tiled, pl_module)
+            self._compare(self.untiled, self._run_step(pl_module), pl_module)
 
     def _read_batch(self, trained: LightningModule) -> None:
         """Move this rank's batch to its device."""
@@ -236,10 +225,10 @@ class Comparison(Callback):
         # What the errors are relative to.
         dtypes = {weight.dtype for weight in trained.parameters() if weight.dtype.is_floating_point}
         has_32_bits = bool(dtypes & {torch.float32, torch.float64})
+        higher = torch.float64 if has_32_bits else torch.float32
         reference = None
         base = "the untiled step"
         if self.reference:
-            higher = torch.float64 if has_32_bits else torch.float32
             reference = self._run_reference(higher)
             base = f"a step in {str(higher).removeprefix('torch.')}"
         # The least precision of weights, autocast and products. On a GPU convolutions are in TF32 by default.

@@ -38,8 +38,10 @@ def _loss_of(model: Any, batch: Any) -> Tensor:
         return training_loss(model.training_step, model, batch)
     if isinstance(batch, Mapping):
         output = model(**batch)
+    elif isinstance(batch, tuple):
+        output = model(*batch)
     else:
-        output = model(*batch) if isinstance(batch, tuple) else model(batch)
+        output = model(batch)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(f"{type(model).__name__} returns no loss for the batch: pass step=lambda model, batch: ...")
@@ -75,7 +77,9 @@ class GradientsAsWeights(torch.optim.Optimizer):
         self.stepped = False
 
     def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            loss = closure()
         with torch.no_grad():
             for weight in stepped_on(self):
                 if weight.grad is None:

@@ -86,7 +86,6 @@ def test_two_tiles_stand_for_all(tokens: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 LENGTHS: dict[str, tuple[dict[str, Any], int, int]] = {
-    "short": ({**LLAMA, "num_hidden_layers": 1}, 8192, 0),
     "scores of attention": ({**SMALL, "num_hidden_layers": 1, "attention_dropout": 0.1}, 4096, MIB),
     "beside large weights": ({**LLAMA, "hidden_size": 512, "intermediate_size": 4096}, 256, MIB // 4),
 }
@@ -139,15 +138,6 @@ class Vectors(LitTiny):
         return torch.utils.data.DataLoader(torch.arange(8), batch_size=2)
 
 
-class Doubled(LitTiny):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.net.parameters(), 1.0), torch.optim.SGD(self.net.head.parameters(), 1.0)]
-
-
 class ByHand(LitTiny):
     def training_step(self, ids: Tensor, index: int) -> Any:
         return None
@@ -158,13 +148,12 @@ class ByHand(LitTiny):
     [
         (Peeking, r"aten._local_scalar_dense.default needs the values"),
         (Vectors, "no tensor with two or three dimensions"),
-        (Doubled, "has 2 optimizers"),
         (ByHand, "returned NoneType and no loss"),
     ],
 )
 def test_what_cannot_be_simulated(module: Any, message: str) -> None:
     """A module that looks at values is refused with the operation and the place; one without sequences cannot be
-    lengthened; one without a single loss and optimizer is refused by name.
+    lengthened; one without a loss is refused by name.
     """
     with pytest.raises((SimulationError, ValueError), match=message):
         plan(job(module=module), 64)
@@ -189,10 +178,9 @@ def test_an_offloaded_optimizer_steps_on_the_cpu(stage: int) -> None:
     """With ``offload_optimizer``, neither optimizer state nor the optimizer's step take device memory."""
     run = plan(job(TiledDeepSpeedStrategy(stage=stage, offload_optimizer=True), accelerator="gpu"))
     rows = run.over_time()
-    assert "optimizer" not in rows
     before = run.phases["optimizer"] - run.phases["forward"] - 1  # the last moment of the backward pass
-    assert "gradients" not in rows or max(rows["gradients"][before:]) == 0
     totals = [sum(values) for values in zip(*rows.values(), strict=True)]
+    assert "optimizer" not in rows
     assert totals[before:] == sorted(totals[before:], reverse=True)
 
 
