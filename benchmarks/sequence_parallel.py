@@ -26,7 +26,8 @@ from benchmarks.harness import CPU, Options, Ranks, Table, marked
 from benchmarks.tiny import tiny_model
 from lt_tiled import prepare
 from tests.engines.cells import zero
-from tests.sequence_parallel.models import half_ignored, ids, packed, padded
+from tests.sequence_parallel.cases import half_ignored, packed, padded
+from tests.sequence_parallel.models import ids
 from tests.sequence_parallel.runs import step
 
 CLOSE = 1e-5
