@@ -21,17 +21,19 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     alone in a ``ModuleList`` is one (ALBERT).
     """
     # 1. Layers of a known class, and children that repeat.
-    known = outermost((path, m) for path, m in walk(model) if has_class(m, BLOCK_CLASSES))
+    known = outermost(walk(model), lambda module: has_class(module, BLOCK_CLASSES))
     layers = {module for _, module in known}
     candidates = set(layers)
     composed: list[nn.Module] = []
     alone: list[tuple[str, nn.Module]] = []
     for path, container in walk_all(model):
         if isinstance(container, nn.ModuleList | nn.Sequential):
-            # Bare projections, activations and lists are no candidates.
-            children = [(name, m) for name, m in children_of(container) if has_forward(m) and any(m.children())]
-            count = Counter(type(m) for _, m in children)
+            children = children_of(container)
+            count = Counter(type(module) for _, module in children)
             for name, module in children:
+                # Bare projections, activations and lists are no candidates.
+                if not has_forward(module) or not any(module.children()):
+                    continue
                 composed.append(module)
                 if count[type(module)] > 1:
                     candidates.add(module)
@@ -44,7 +46,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     layers.update(module for module in composed if type(module) in kinds)
     # 3. What contains layers is a stage.
     candidates |= layers
-    found = outermost((path, m) for path, m in walk(model) if m in candidates and layers.isdisjoint(_below(m)))
+    found = outermost(walk(model), lambda module: module in candidates and layers.isdisjoint(_below(module)))
     return found or outermost(alone)
 
 

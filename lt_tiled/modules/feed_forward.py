@@ -62,15 +62,18 @@ class Tileable:
 def find_feed_forwards(block: nn.Module, path: str) -> Iterator[Tileable]:
     """Yield the MLPs in a block, with the norms next to them."""
     before, after = norms_next_to_mlp(block)
-    children = {name: m for name, m in children_of(block) if not mixes_tokens(name, m)}
+    children = [(name, child) for name, child in children_of(block) if not mixes_tokens(name, child)]
     for method in _METHODS:
         if callable(getattr(type(block), method, None)):
-            # ESM has its norm in the method. The others run the block's norms before or after it.
-            parts = tuple(name for name, m in children.items() if method == "feed_forward_chunk" or not is_norm(m))
-            if mlp_widths(*(children[name] for name in parts)) is not None:
-                yield Tileable(f"{path}.{method}".lstrip("."), block, method, parts, block, before)
+            parts: dict[str, nn.Module] = {}
+            for name, child in children:
+                # ESM has its norm in the method. The others run the block's norms before or after it.
+                if method == "feed_forward_chunk" or not is_norm(child):
+                    parts[name] = child
+            if mlp_widths(*parts.values()) is not None:
+                yield Tileable(f"{path}.{method}".lstrip("."), block, method, tuple(parts), block, before)
                 return
-    for name, child in children.items():
+    for name, child in children:
         below = f"{path}.{name}".lstrip(".")
         if is_mlp(child):
             parent = block if before or after else None
@@ -211,7 +214,8 @@ def mlp_widths(*modules: nn.Module) -> tuple[int, int] | None:
     """Return ``(hidden_size, intermediate_size)``, if projections lead from one to the other and back."""
     sizes: set[tuple[int, int]] = set()
     for module in modules:
-        sizes.update((inputs, outputs) for _, inputs, outputs in projections(module))
+        for _, inputs, outputs in projections(module):
+            sizes.add((inputs, outputs))
     for inner, hidden in sizes:
         # A projection to twice the size is gate and up in one.
         if inner > hidden and ((hidden, inner) in sizes or (hidden, 2 * inner) in sizes):

@@ -61,14 +61,17 @@ def walk_all(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from walk(model)
 
 
-def outermost(found: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Drop repeats, and modules that are part of another one found."""
+def outermost(
+    modules: Iterable[tuple[str, nn.Module]], chosen: Callable[[nn.Module], bool] = lambda module: True
+) -> list[tuple[str, nn.Module]]:
+    """Return the modules that are chosen, without repeats and those that are part of another one chosen."""
     paths: dict[nn.Module, str] = {}
     inside: set[nn.Module] = set()
-    for path, module in found:
-        if module not in paths:
+    for path, module in modules:
+        if module not in paths and chosen(module):
             paths[module] = path
-            inside.update(below for below in module.modules() if below is not module)
+            for child in module.children():
+                inside.update(child.modules())
     return [(path, module) for module, path in paths.items() if module not in inside]
 
 
@@ -78,17 +81,20 @@ def find_named(model: nn.Module, targets: Target | Sequence[Target], what: str) 
     Raises:
         ValueError: If a target matches nothing that can be called.
     """
-    everything = [(path, m) for path, m in walk(model) if has_forward(m)]
     found: list[tuple[str, nn.Module]] = []
     for target in [targets] if isinstance(targets, str) or callable(targets) else targets:
-        matching = [pair for pair in everything if matches(target, *pair)]
-        if not matching:
-            classes = sorted({type(m).__name__ for _, m in everything})
+        before = len(found)
+        names: set[str] = set()
+        for path, module in walk(model):
+            if has_forward(module):
+                names.add(type(module).__name__)
+                if matches(target, path, module):
+                    found.append((path, module))
+        if len(found) == before:
             raise ValueError(
                 f"{what} target {target!r} matches no module of {type(model).__name__}: pass a class name or a path"
-                f" glob such as 'layers.*.mlp'. Its classes are: {', '.join(classes) or 'none, it has no submodules'}."
+                f" glob such as 'layers.*.mlp'. Its classes are: {', '.join(sorted(names)) or 'none'}."
             )
-        found += matching
     return outermost(found)
 
 

@@ -110,7 +110,7 @@ def whole_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     that have no neighbors.
     """
     tiled = {module for _, module, _ in tiled_patches(model)}
-    return outermost((path, m) for path, m in walk_all(model) if m in tiled or get_patch(m, Boundary))
+    return outermost(walk_all(model), lambda module: module in tiled or get_patch(module, Boundary) is not None)
 
 
 class Boundary(Patch):
