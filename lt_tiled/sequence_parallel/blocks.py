@@ -81,14 +81,13 @@ class SharedBlock(Patch):
 
     def _first(self, call: Call) -> Any:
         """Begin a shared pass with the tokens of the first block's input, unless a cache is filled."""
-        door = self.door
         tokens = call.tokens
         if tokens is None or tokens.shape[1] == 0 or has_cache(call.arguments):
             return call.run(self.inner)
-        check_same_batch(door.owner, door.group, (batch.get() or call).arguments)
-        if door.caller is None and checking.get() is None:
-            check_once(door, self.checked, call, self)
-        state = door.state(tokens.shape[1], positions=call.arguments.get("position_ids"))
+        check_same_batch(self.door.owner, self.door.group, (batch.get() or call).arguments)
+        if self.door.caller is None and checking.get() is None:
+            check_once(self.door, self.checked, call, self)
+        state = self.door.state(tokens.shape[1], positions=call.arguments.get("position_ids"))
         shared_pass.set(state)
         return self._shared(state, call.with_tokens(state.own(tokens).clone()))  # a view would keep all tokens alive
 

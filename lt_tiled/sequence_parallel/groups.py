@@ -40,20 +40,18 @@ class Groups:
 
 
 @cache  # each group has threads and, on a GPU, memory
-def _subgroup(world: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
+def _subgroup(world: dist.ProcessGroup, size: int) -> Any:
     """Return this rank's group of a size, made of the group of all ranks."""
-    group: dist.ProcessGroup = dist.new_subgroups(size)[0]
-    return group
+    return dist.new_subgroups(size)[0]
 
 
 @cache
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def host_group(group: dist.ProcessGroup) -> Any:
     """Return a group of the same ranks with collectives of the CPU, for which no rank waits for its device."""
     if "gloo" in dist.get_backend_config(group):
         return group
     ranks = dist.get_process_group_ranks(group)
-    host: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return host
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
 
 def check_size(size: int, ranks: int) -> None:
@@ -134,6 +132,9 @@ def _hash(tensor: Tensor) -> int:
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}
 """Operators take no process groups, only their names."""
+# torch 2.13 deprecates the names that 2.11 has.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def name_of(group: dist.ProcessGroup) -> str:
@@ -154,16 +155,16 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
 def all_gather(x: Tensor, group: str) -> Tensor:
     """Return the tensors of all ranks as one: ``[n, ...]``."""
     out = x.new_empty(_GROUPS[group].size(), *x.shape)
-    dist.all_gather(list(out), x.contiguous(), group=_GROUPS[group])
+    _all_gather(out, x.contiguous()[None], group=_GROUPS[group])
     return out
 
 
 @torch.library.custom_op("lt_tiled::reduce_scatter", mutates_args=())
 def reduce_scatter(x: Tensor, group: str) -> Tensor:
     """Sum a tensor ``[n, ...]`` over all ranks, and return the rank's own entry."""
-    out = x.new_empty(x.shape[1:])
-    dist.reduce_scatter(out, list(x.contiguous()), group=_GROUPS[group])
-    return out
+    out = x.new_empty(1, *x.shape[1:])
+    _reduce_scatter(out, x.contiguous(), group=_GROUPS[group])
+    return out.squeeze(0)
 
 
 @torch.library.custom_op("lt_tiled::group_mean", mutates_args=())
