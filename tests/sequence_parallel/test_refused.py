@@ -205,7 +205,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "reentrant checkpoints": (Case(hand_written(Recomputed), ids_alone), "of its own.*Use lt_tiled's"),
     "gradient_checkpointing_enable": (Case(own_checkpointing), "in place of gradient_checkpointing_enable"),
     "mask of a rank": (pooled(locally_masked), "which is not that of all 37 tokens. Make masks before the first block"),
-    "attention that is not shared": (Case(hand_written(OwnAttention, False)), "no attention saw|has another"),
+    "attention that is not shared": (Case(hand_written(OwnAttention, False)), _MIXES),
     "output_attentions": (asking("output_attentions"), "output_attentions.*set it to False"),
     "output_hidden_states": (asking("output_hidden_states"), "output_hidden_states.*set it to False"),
     "too few heads": (Case(llama(1, 1)), "=2 needs as many query heads .* LlamaForCausalLM has 1: use .*=1 or less"),
