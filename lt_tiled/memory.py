@@ -11,6 +11,9 @@ import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file ")
+"""Of each version of cgroups, the files with the limit and the use, and the figure of ``memory.stat`` of page cache."""
 
 
 class PeakMemory:
@@ -42,8 +45,9 @@ class PeakMemory:
 
     def describe(self, peak: int) -> str:
         """Return a peak as text, with what it measures."""
-        where = f"allocated on {self.device}" if self.counts else "resident, whole process"
-        return f"{gib(peak)} ({where})"
+        if self.counts:
+            return f"{gib(peak)} (allocated on {self.device})"
+        return f"{gib(peak)} (resident, whole process)"
 
 
 def provides(device: torch.device, name: str) -> bool:
@@ -53,7 +57,9 @@ def provides(device: torch.device, name: str) -> bool:
 
 def gib(nbytes: float) -> str:
     """Return bytes as text in GiB, or in MiB below 128 MiB."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.1f} MiB"
+    if nbytes < 2**27:
+        return f"{nbytes / 2**20:.1f} MiB"
+    return f"{nbytes / 2**30:.2f} GiB"
 
 
 def _figure(path: Path, name: str) -> int:
@@ -78,17 +84,17 @@ def _cgroup_memory(root: Path) -> Iterator[int]:
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                mount, limit, usage, cache = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "
-            elif "memory" in controllers.split(","):
-                mount, limit, usage = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-                cache = "total_inactive_file "
-            else:
-                continue
+            mount = root / "sys/fs/cgroup"
+            files = _VERSION_2
+            if controllers != "":
+                mount /= "memory"
+                files = _VERSION_1
+                if "memory" not in controllers.split(","):
+                    continue
             group = mount / path.lstrip("/")  # in a container it may not be there, but the mount is the container's
             for folder in (group, *group.parents):
                 with suppress(OSError, ValueError):  # ValueError: no limit, "max"
-                    free = int((folder / limit).read_text()) - int((folder / usage).read_text())
+                    free = int((folder / files[0]).read_text()) - int((folder / files[1]).read_text())
                     with suppress(KeyError):
-                        free += _figure(folder / "memory.stat", cache)  # the kernel frees unused page cache first
+                        free += _figure(folder / "memory.stat", files[2])  # the kernel frees unused page cache first
                     yield free

@@ -150,21 +150,28 @@ def as_policy(value: Any, policy: type[Policy], field: str) -> Policy | None:
         return None
     if value is True:
         return policy()
-    return value if isinstance(value, policy) else policy(**{field: value})
+    if isinstance(value, policy):
+        return value
+    return policy(**{field: value})
 
 
 def as_loss(value: bool | int | Literal["always"] | None) -> LossShards | None:
     """Return the tiles for a short form: ``True``, ``"always"`` or a number, ``False`` or ``None`` (off)."""
     check_count("loss", value, None, False, True, "always")
-    return None if value is None or value is False else "auto" if value is True else value
+    if value is None or value is False:
+        return None
+    if value is True:
+        return "auto"
+    return value
 
 
 def as_sequence_parallel(value: int | SequenceParallel | None) -> SequenceParallel | None:
     """Return the policy for a short form: a number of ranks, or ``None`` (off). One rank is off."""
-    if value is None:
+    if value is not None and not isinstance(value, SequenceParallel):
+        value = SequenceParallel(value)
+    if value is None or value.size == 1:
         return None
-    policy = value if isinstance(value, SequenceParallel) else SequenceParallel(value)
-    return None if policy.size == 1 else policy
+    return value
 
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

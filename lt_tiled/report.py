@@ -58,9 +58,9 @@ class Report:
         norms: list[ReportedModule] = []
         for path, _, patch in tiled_patches(model):
             if not patch.untiled:
-                method = "" if patch.method == "forward" else f".{patch.method}"
-                path_of_method = (path + method).lstrip(".")
-                row = ReportedModule(path_of_method, patch.spec.kind, patch.largest.tokens, patch.largest.tiles)
+                if patch.method != "forward":
+                    path = f"{path}.{patch.method}".lstrip(".")
+                row = ReportedModule(path, patch.spec.kind, patch.largest.tokens, patch.largest.tiles)
                 (norms if patch.spec.is_lone_norm else tiled).append(row)
         # 2. Losses, blocks, and what is known of all blocks together.
         losses: list[ReportedModule] = []
@@ -101,8 +101,11 @@ class Report:
         from rich.table import Column, Table  # offline images may lack it
 
         # 1. Above the rows their names, below them the figures of a step.
-        lines = [f"peak memory of a step: {peak}"] if peak else []
-        lines += describe_offload(self.offloaded, steps) if self.offloaded is not None else []
+        lines = list[str]()
+        if peak:
+            lines.append(f"peak memory of a step: {peak}")
+        if self.offloaded is not None:
+            lines += describe_offload(self.offloaded, steps)
         columns = (
             Column("what", no_wrap=True),
             Column("modules", no_wrap=True),
@@ -115,7 +118,11 @@ class Report:
         alike: Counter[tuple[str, str, str, str, str]] = Counter()
         for what, rows in (("tiled", self.tiled + self.norms), ("tiled loss", self.losses)):
             for row in rows:
-                tokens, tiles = (str(row.tokens), str(row.tiles)) if row.tokens else ("-", "never tiled")
+                tokens = "-"
+                tiles = "never tiled"
+                if row.tokens:
+                    tokens = str(row.tokens)
+                    tiles = str(row.tiles)
                 alike[what, row.kind, pattern(row.path), tokens, tiles] += 1
         for block in self.blocks:
             alike["activation checkpointing", block.kind, pattern(block.path), "", ""] += 1

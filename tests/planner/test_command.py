@@ -25,13 +25,8 @@ def planned(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints the parts of the peak, where it occurs, the FLOPs, and whether it fits."""
-    text = planned(
-        capsys,
-        "--seq=8192",
-        "--memory=1GiB",
-        "--trainer.strategy.init_args.activation_checkpointing=disk",
-        "--gpu=a100",
-    )
+    disk = "--trainer.strategy.init_args.activation_checkpointing=disk"
+    text = planned(capsys, "--seq=8192", "--memory=1GiB", "--gpu=a100", disk)
     for expected in (
         "CausalLM, 8192 tokens",
         " weights ",
