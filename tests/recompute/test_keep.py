@@ -19,7 +19,7 @@ from lt_tiled import ActivationCheckpointing, Tiling, prepare, shared_attention
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.recompute.keep import KeepMode
 from tests.meters import LiveBytes
-from tests.models import GatedMLP, H, TinyLM, lm_loss, tiny_llama
+from tests.models import Coded, H, TinyLM, lm_loss, tiny_llama
 from tests.parity import gradients, randn, step_of
 
 IDS = torch.arange(2 * 24).view(2, 24) % 32
@@ -104,63 +104,39 @@ def test_what_runs_in_tiles_is_hidden() -> None:
     assert seen.count(torch.ops.aten.mm.default) == 2  # the output projections
 
 
-class Residual(nn.Module):
-    """Two MLPs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = GatedMLP(), GatedMLP()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(self.inner(x).sin()).cos()
-
-
-class Drops(nn.Module):
-    """Draws random numbers before and behind a product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.more = GatedMLP(), nn.Linear(H, H, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.dropout(self.more(x), 0.5)
-        y = F.dropout(self.more(y) + x, 0.5).sin()
-        return self.mlp(y) + x
+def drops(m: Any, x: Tensor) -> Tensor:
+    """Draw random numbers before and behind a product."""
+    y = F.dropout(m.mlp(x), 0.5)
+    y = F.dropout(m.mlp(y) + x, 0.5).sin()
+    return m.mlp(y) + x
 
 
 def test_random_numbers() -> None:
     """Random numbers go on after a kept operator as in the forward pass."""
-    model, x = nn.Sequential(*(Drops() for _ in range(3))), randn(2, 12, H)
-
-    def step(policy: Any, checkpointed: bool = True) -> dict[str, Tensor]:
+    model, x, found = nn.Sequential(*(Coded(drops) for _ in range(3))), randn(2, 12, H), list[dict[str, Tensor]]()
+    policies: list[Any] = [[MM], ["aten.native_dropout.default", "aten.bernoulli.p"], everything]
+    for policy in (None, *(ActivationCheckpointing(keep=keep) for keep in policies)):
         torch.manual_seed(0)
-        with prepare(model, activation_checkpointing=ActivationCheckpointing(keep=policy) if checkpointed else None):
-            return gradients(model, x)
-
-    true = step(None, checkpointed=False)
-    for policy in ([MM], ["aten.native_dropout.default", "aten.bernoulli.p"], everything):
-        found = step(policy)
-        assert all(torch.equal(found[name], true[name]) for name in true)
+        with prepare(model, activation_checkpointing=policy, tiling=None):
+            found.append(gradients(model, x))
+    assert all(torch.equal(gradient, other[name]) for name, gradient in found[0].items() for other in found)
 
 
-class Pair(GatedMLP):
-    """Returns what its last operator needs, beside what that returns. Changes it in place, if it is told to."""
-
-    inside = False
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = super().forward(x)
-        if self.inside:
-            y = y.add_(x)
-        return y, y.sin()
+def pair(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the last operator needs, beside what that returns. Change it in place, if the module is told to."""
+    y = m.mlp(x)
+    if m.inside:
+        y = y.add_(x)
+    return y, y.sin()
 
 
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_output_changed_in_place(inside: bool, offload: Any) -> None:
     """A kept output that is changed in place, by its block or behind it, is an error with the remedy."""
-    model, x = nn.Sequential(Pair()), randn(12, H)
-    policy = ActivationCheckpointing(targets=["Pair"], keep=[MM], offload=offload)
+    model, x = nn.Sequential(Coded(pair)), randn(12, H)
+    policy = ActivationCheckpointing(targets=["Coded"], keep=[MM], offload=offload)
+    model[0].inside = False
 
     def loss(doubles: bool) -> Tensor:
         y, z = model(x)
@@ -202,6 +178,10 @@ def test_two_backward_passes() -> None:
     assert all(map(torch.equal, first, second))
 
 
+def residual(m: Any, x: Tensor) -> Tensor:
+    return x + m.mlp(m.mlp(x).sin()).cos()
+
+
 @pytest.mark.parametrize("what", ["model", "blocks"])
 def test_compiled(what: str) -> None:
     """A compiled model, or compiled blocks, have the FLOPs and gradients of no recompute by a policy."""
@@ -209,8 +189,8 @@ def test_compiled(what: str) -> None:
     for chosen in (False, None, [MM]):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model = nn.Sequential(Residual(), Residual())
-        checkpointing = ActivationCheckpointing(targets=["Residual"], keep=chosen) if chosen is not False else False
+        model = nn.Sequential(Coded(residual), Coded(residual))
+        checkpointing = ActivationCheckpointing(targets=["Coded"], keep=chosen) if chosen is not False else False
         with prepare(model, activation_checkpointing=checkpointing):
             compiled = torch.compile(model, backend="aot_eager") if what == "model" else model
             for block in model if what == "blocks" else ():
@@ -328,41 +308,34 @@ def test_bad_policies(keep: Any, message: str) -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-class AttendsBehind(nn.Module):
+def behind(m: Any, x: Tensor) -> Tensor:
     """Attention whose arguments depend on attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.value, self.out = nn.Linear(H, H), nn.Linear(H, H), nn.Linear(H, H)
-        self.mask = torch.zeros(24, 24)
-        self.factor = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, value = self.query(x * self.factor)[:, None], self.value(x)[:, None]
-        return x + self.out(F.scaled_dot_product_attention(query, value, value, self.mask)[:, 0])
+    query, value = m.gate(x * m.factor)[:, None], m.up(x)[:, None]
+    return x + m.down(F.scaled_dot_product_attention(query, value, value, m.mask)[:, 0])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: setattr(m, "mask", torch.full((24, 24), -1e9).triu(1)),
-        lambda m: setattr(m, "mask", None),
-        lambda m: setattr(m, "factor", 3.0),
-        lambda m: m.query.weight.data.mul_(2),
-        lambda m: m.value.weight.data.mul_(2),
-    ],
-    ids=["mask", "no mask", "factor", "query", "value"],
-)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "mask": lambda m: setattr(m, "mask", torch.full((24, 24), -1e9).triu(1)),
+    "no mask": lambda m: setattr(m, "mask", None),
+    "factor": lambda m: setattr(m, "factor", 3.0),
+    "query": lambda m: m.gate.weight.data.mul_(2),
+    "value": lambda m: m.up.weight.data.mul_(2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("keep", ["attention", ["aten.addmm.default"]], ids=str)
-def test_a_change_in_front_of_what_is_kept(keep: Any, change: Callable[[Any], Any]) -> None:
+def test_a_change_in_front_of_what_is_kept(keep: Any, change: str) -> None:
     """What a kept operator is given is compared: its output is that of the forward pass in any case."""
-    model = nn.Sequential(AttendsBehind(), AttendsBehind())
-    with prepare(model, activation_checkpointing=ActivationCheckpointing(["AttendsBehind"], keep=keep)):
+    model = nn.Sequential(Coded(behind, bias=True), Coded(behind, bias=True))
+    for block in model:
+        block.factor, block.mask = 1.0, torch.zeros(24, 24)
+    with prepare(model, tiling=None, activation_checkpointing=ActivationCheckpointing(["Coded"], keep=keep)):
         for step in range(1, 4):
             loss = model(randn(2, 24, H)).square().mean()
             if step < 3:
                 loss.backward()
-        change(model[0])
+        CHANGES[change](model[0])
         with pytest.raises(RuntimeError, match="computes other values"):
             loss.backward()
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
-from tests.models import GatedMLP, H
+from tests.models import Coded, H
 from tests.parity import EXACT, gradients, randn, worst
 from tests.recompute.noticed import AROUND, CHANGES, DRAWS, SWITCH, Namespace, Reads, ReadsBlock, as_before
 
@@ -116,34 +116,53 @@ def test_the_last_of_several_calls(policy: str) -> None:
             y.backward()
 
 
-ENDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "number": lambda y: y * torch.tensor(SWITCH["scale"]),
-    "vector": lambda y: y * torch.linspace(0.5, SWITCH["scale"], H),
-    "index": lambda y: y[:, (torch.arange(40) + int(SWITCH["scale"])) % 40],
-    "flags": lambda y: torch.where(torch.arange(40)[:, None] > 20 * SWITCH["scale"] - 25, y, y.sin()),
+def attended(x: Tensor) -> Tensor:
+    q = x[:, None]
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]
+
+
+Code = Callable[[Any, Tensor], Any]
+ALONE: dict[str, Code] = {
+    "number": lambda m, x: m.mlp(x) * torch.tensor(SWITCH["scale"]),
+    "vector": lambda m, x: m.mlp(x) * torch.linspace(0.5, SWITCH["scale"], H),
+    "index": lambda m, x: m.mlp(x)[:, (torch.arange(40) + int(SWITCH["scale"])) % 40],
+    "flags": lambda m, x: m.mlp(x).where(torch.arange(40)[:, None] > 20 * SWITCH["scale"] - 25, x.sin()),
+    "attention in front of an MLP": lambda m, x: x + attended(x * SWITCH["scale"]) + m.mlp(x),
+    "attention behind an MLP": lambda m, x: x + m.mlp(x) + attended(x * SWITCH["scale"]),
+    "MLP in front of attention": lambda m, x: x + m.mlp(x * SWITCH["scale"]) + attended(x),
+    "MLP behind attention": lambda m, x: x + attended(x) + m.mlp(x * SWITCH["scale"]),
 }
+"""Blocks of which one small tensor, or a branch on which no other depends, is all that shows a change."""
 
 
-class EndsInReads(GatedMLP):
-    """Ends with something whose saved tensors are small."""
-
-    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.end = end
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.end(super().forward(x))
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_small_saved_tensors(end: str) -> None:
-    """A block that saves only numbers, vectors or flags of what changed is refused."""
-    model = nn.ModuleList([EndsInReads(ENDS[end])])
-    with prepare(model, **BLOCKS):
-        y = model[0](randn(2, 40, H))
+@pytest.mark.parametrize("options", [BLOCKS, KEPT], ids=["blocks", "kept"])
+@pytest.mark.parametrize("name", ALONE)
+def test_what_one_tensor_alone_shows(name: str, options: dict[str, Any]) -> None:
+    """A change that only a number, a vector, flags or a branch of a block shows is refused in its step."""
+    model = nn.ModuleList([Coded(ALONE[name])])
+    with prepare(model, **options):
+        for _ in range(2):
+            model[0](randn(2, 40, H)).sum().backward()
+        y = model[0](randn(2, 40, H)).sum()
         SWITCH["scale"] = 3.0
-        with pytest.raises(RuntimeError, match=REFUSED[0]):
-            y.sum().backward()
+        with pytest.raises(RuntimeError, match=REFUSED[0].replace("Reads", "Coded")):
+            y.backward()
+
+
+def outputs(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two tensors, of which the small one reads a number."""
+    return torch.tanh(m.mlp(x)[..., :4]) * SWITCH["scale"], torch.tanh(m.mlp(x)) * 100
+
+
+@pytest.mark.parametrize("code", [outputs, lambda m, x: outputs(m, x)[::-1]], ids=["first", "second"])
+def test_each_output_of_tiles(code: Code) -> None:
+    """A change in any tensor that a tiled module returns is refused, also where another one is larger."""
+    model = nn.ModuleList([Coded(code)])
+    with prepare(model, tiling=Tiling(4, targets=["Coded"]), activation_checkpointing=None):
+        one, other = model[0](randn(2, 40, H))
+        SWITCH["scale"] = 3.0
+        with pytest.raises(RuntimeError, match=r"Coded.*computes other values than"):
+            (one.square().mean() + other.square().mean()).backward()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -186,72 +205,10 @@ def test_other_blocks_only_warn(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(("change", "difference"), [(2, r"\[2, 40, 32\]"), (-1, "it saves fewer tensors")])
 def test_other_tensors(change: int, difference: str) -> None:
     """A recompute that saves tensors of other shapes, or fewer of them, is refused with the name of the block."""
-
-    class Changes(GatedMLP):
-        change = 1
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            return y if self.change < 0 else y.repeat(1, 1, self.change).sin()
-
-    model = nn.ModuleList([Changes()])
+    model = nn.ModuleList([Coded(lambda m, x: m.mlp(x) if m.times < 0 else m.mlp(x).repeat(1, 1, m.times).sin())])
+    model[0].times = 1
     with prepare(model, **BLOCKS):
         y = model[0](randn(2, 40, H)).sum()
-        model[0].change = change
-        with pytest.raises(RuntimeError, match=rf"0 \(Changes\) computes other values .*{difference}"):
+        model[0].times = change
+        with pytest.raises(RuntimeError, match=rf"0 \(Coded\) computes other values .*{difference}"):
             y.backward()
-
-
-class ParallelBlock(GatedMLP):
-    """A block whose MLP does not depend on its attention, nor its attention on the MLP."""
-
-    attends_first = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(H, 3 * H), nn.Linear(H, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(x).unflatten(-1, (3, 2, H // 2)).transpose(1, 3)  # [B, 2, 3, S, H / 2]
-        attended = F.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
-        attention = self.out(attended.transpose(1, 2).flatten(2))
-        return x + attention + super().forward(x) if self.attends_first else x + super().forward(x) + attention
-
-
-@pytest.mark.parametrize("changed", ["qkv", "out", "up", "down"])
-@pytest.mark.parametrize("attends_first", [False, True])
-@pytest.mark.parametrize("options", [BLOCKS, KEPT], ids=["blocks", "kept"])
-def test_a_parallel_block(options: dict[str, Any], attends_first: bool, changed: str) -> None:
-    """A change in a branch is refused in its step, also where no other branch depends on it."""
-    model = nn.ModuleList([ParallelBlock()])
-    model[0].attends_first = attends_first
-    with prepare(model, **options):
-        for _ in range(2):
-            model[0](randn(2, 40, H)).sum().backward()
-        y = model[0](randn(2, 40, H)).sum()
-        model[0].get_submodule(changed).weight.data.mul_(1.1)
-        with pytest.raises(RuntimeError, match=REFUSED[0].replace("Reads", "ParallelBlock")):
-            y.backward()
-
-
-class TwoOutputs(nn.Module):
-    """Returns two tensors, of which one reads a number."""
-
-    def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.one, self.other, self.first = nn.Linear(H, H), nn.Linear(H, 4), first
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        reads, others = torch.tanh(self.other(x)) * SWITCH["scale"], torch.tanh(self.one(x)) * 100
-        return (reads, others) if self.first else (others, reads)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_each_output_of_tiles(first: bool) -> None:
-    """A change in any tensor that a tiled module returns is refused, also where another one is larger."""
-    model = nn.ModuleList([TwoOutputs(first)])
-    with prepare(model, tiling=Tiling(4, targets=["TwoOutputs"]), activation_checkpointing=None):
-        one, other = model[0](randn(2, 40, H))
-        SWITCH["scale"] = 3.0
-        with pytest.raises(RuntimeError, match=r"TwoOutputs.*computes other values than"):
-            (one.square().mean() + other.square().mean()).backward()
