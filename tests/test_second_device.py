@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import H
 from tests.second_device import NAME
 
 pytestmark = pytest.mark.parametrize("device", [NAME], indirect=True)
@@ -45,29 +43,3 @@ def test_a_generator_of_its_own(device: str) -> None:
     x = torch.ones(64, device=device, requires_grad=True)
     (gradient,) = torch.autograd.grad((y := checkpoint(F.dropout, x * 2, use_reentrant=False)).sum(), x)
     assert torch.equal(gradient, y.detach())
-
-
-def test_autocast(device: str) -> None:
-    """Autocast of the device casts its products and not its norms; that of the CPU casts nothing."""
-    module, x, dtype = nn.Linear(H, H, device=device), torch.randn(3, H, device=device), torch.bfloat16
-    with torch.autocast(device, dtype=dtype):
-        y = module(x)
-        assert y.dtype == F.scaled_dot_product_attention(*[x[None]] * 3).dtype == dtype
-        assert F.layer_norm(y, (H,)).dtype == y.softmax(-1).dtype == torch.float32
-    with torch.autocast("cpu", dtype=dtype):
-        assert module(x).dtype == torch.float32
-    y.sum().backward()
-    assert module.weight.grad.dtype == torch.float32
-
-
-def test_bytes_that_are_counted(device: str) -> None:
-    """The allocator counts each storage until its last view is gone, and its peak."""
-    module: Any = torch.get_device_module(device)
-    before = module.memory_allocated()
-    view = torch.ones(1000, device=device)[5:]
-    assert module.memory_allocated() == before + 4000
-    del view
-    assert module.memory_allocated() == before
-    assert module.max_memory_allocated() >= before + 4000
-    module.reset_peak_memory_stats()
-    assert module.max_memory_allocated() == before

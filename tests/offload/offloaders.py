@@ -1,13 +1,15 @@
-"""Offloaders to disk, and waiting for what their threads do."""
+"""Offloaders to disk, waiting for what their threads do, and system calls that fail."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from torch import Tensor
@@ -64,3 +66,51 @@ def hold_writes(offloader: Offloader, monkeypatch: pytest.MonkeyPatch) -> tuple[
     running, gate, write = threading.Event(), threading.Event(), offloader.disk._write
     monkeypatch.setattr(offloader.disk, "_write", lambda *a: (running.set(), gate.wait(LIMIT), write(*a)))
     return running, gate
+
+
+# Making the n-th call of a system function fail, for n = 1, 2, 3, ... until nothing fails any more
+
+Fault = Callable[..., Any]
+
+
+def fail(code: int) -> Fault:
+    """A call that fails with an error number."""
+
+    def call(real: Any, *args: Any, **kwargs: Any) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+def short(real: Any, file: int, buffers: list[memoryview], offset: int) -> int:
+    """A read or write that moves half of what it was asked to, but at least a page."""
+    half = max(len(buffers[0]) // 2 // 4096 * 4096, 1)
+    return real(file, [buffers[0][:half]], offset)
+
+
+def nothing(real: Any, *args: Any, **kwargs: Any) -> int:
+    """A read or write that moves nothing."""
+    return 0
+
+
+@contextmanager
+def nth_call(function: str, n: int, fault: Fault) -> Iterator[list[int]]:
+    """Let the n-th call of ``os.function`` meet the fault; the list holds how many calls there were."""
+    real, calls = getattr(os, function), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return fault(real, *args, **kwargs) if calls[0] == n else real(*args, **kwargs)
+
+    with patch.object(os, function, call):
+        yield calls
+
+
+def each_call(function: str, fault: Fault) -> Iterator[int]:
+    """Contexts in which the first, second, ... call fails; ends once a context saw fewer calls than that."""
+    for n in range(1, 100):
+        with nth_call(function, n, fault) as calls:
+            yield n
+        if calls[0] < n:
+            return
+    raise AssertionError(f"{function} is called without end")

@@ -22,8 +22,7 @@ from lt_tiled.offload import offloader as offloading
 from lt_tiled.policies import parse_bytes
 from tests.meters import LiveBytes
 from tests.models import Block, H, TinyLM, lm_loss, tiny_llama
-from tests.offload.faults import fail, nth_call
-from tests.offload.offloaders import unused, within_limit
+from tests.offload.offloaders import fail, nth_call, unused, within_limit
 from tests.parity import randn
 
 IDS = torch.arange(2 * 24).view(2, 24) % 32

@@ -18,7 +18,7 @@ from torch import Tensor
 from lt_tiled.errors import OffloadDiskFullError, OffloadError
 from lt_tiled.offload import pinned
 from lt_tiled.offload.disk import Disk, Place
-from tests.offload.faults import each_call, fail, nth_call, short
+from tests.offload.offloaders import each_call, fail, nth_call, short
 
 DATA = torch.randint(256, (5 * 2**20 + 12345,), dtype=torch.uint8)
 CPU = torch.device("cpu")

@@ -19,8 +19,7 @@ import torch
 from lt_tiled import OffloadDiskFullError, OffloadError
 from lt_tiled.offload.offloader import Offloader
 from tests.interrupts import interrupted_at
-from tests.offload.faults import Fault, each_call, fail, nothing, nth_call
-from tests.offload.offloaders import disk, unused, within_limit
+from tests.offload.offloaders import Fault, disk, each_call, fail, nothing, nth_call, unused, within_limit
 
 
 def right(offloader: Offloader, then: Callable[[], object] = lambda: None) -> bool:
