@@ -193,6 +193,7 @@ CASES = {
     "fewer tokens than ranks": Case(causal("llama"), lengths=(3,)),
     "labels on one rank": Case(causal("llama"), half_ignored),
     "other ignore_index": Case(causal("llama"), lambda x: labeled(x) | {"ignore_index": 3}),
+    "shifted labels": Case(causal("llama"), lambda x: labeled(x) | {"shift_labels": x.roll(-1, 1)}),
     "packed": Case(causal("llama"), packed, rows=1),
     "packed rows": Case(causal("qwen3"), packed),
     "padded left": Case(causal("llama"), padded(True)),

@@ -26,7 +26,7 @@ TILED = 3e-7
     "|hand-written, (mask of each head|own attention)-2|(blocks in a loop|a block twice)-2"
     "|(code between blocks|qwen3_next, no labels|nemotron_h|nemotron_h, padded right|mamba2, padded)-2"
     "|(qwen3_next|bamba|lfm2|gpt_oss), padded-2|positions from ids-2|buffer that counts calls-2|flash, packed-4"
-    "|flash, padded left-2"
+    "|flash, padded left-2|shifted labels-4"
 )
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
