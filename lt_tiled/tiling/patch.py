@@ -173,6 +173,7 @@ class TiledPatch(Tiled, Patch):
         # 2. Together with the norm that is pending before it,
         made: CallWithInputs | None = None
         through: Through = {}
+        swaps = False
         pending = args[0] if args else None
         if isinstance(pending, Pending) and pending.may_join(self.leader):
             made = self.decide(module, *pending.followed_by(function, (pending, *values(args[1:]))), values(kwargs))
@@ -182,8 +183,13 @@ class TiledPatch(Tiled, Patch):
             args = values(args)
             kwargs = values(kwargs)
             through = {}
+            tensors = args
+            # A norm of heads ``[B, N, S, D]`` gets them as they lie in memory: else its input would be copied.
+            if self.spec.is_lone_norm and not self.spec.pends and _heads_are_swapped(args):
+                swaps = True
+                tensors = (args[0].transpose(1, 2), *args[1:])
             if self.spec.alone or self.spec.pends:
-                made = self.decide(module, function, args, kwargs)
+                made = self.decide(module, function, tensors, kwargs)
         if made is not None:
             call, inputs = made
             joined = call.function.joined
@@ -195,6 +201,8 @@ class TiledPatch(Tiled, Patch):
             # 4. In tiles of its own.
             if joined or self.spec.alone:
                 result = run_tiled(call, inputs, through)
+                if swaps:
+                    return result.transpose(1, 2)
                 return result if collector is None else record(result, collector)
         # 5. Untiled.
         return run_untiled(function.parts, self.needs.one_order, partial(self.inner, module, *args, **kwargs))
@@ -311,3 +319,10 @@ def _run_linear(module: nn.Module, below: Callable[..., Any], input: Tensor) -> 
     """Run a projection, or what leaves it out: see NOTE [What the recompute leaves out]."""
     output: Tensor = module.__dict__.get(FORWARD, below)(input)
     return output
+
+
+def _heads_are_swapped(args: tuple[Any, ...]) -> bool:
+    """Whether the first argument is a view ``[B, N, S, D]`` of heads that lie in memory as ``[B, S, N, D]``."""
+    if not args or not isinstance(args[0], Tensor) or args[0].dim() != 4 or args[0].is_contiguous():
+        return False
+    return args[0].transpose(1, 2).is_contiguous()
