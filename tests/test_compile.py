@@ -113,17 +113,6 @@ def test_compiled_blocks(name: str, backend: str, compiled_code: Counter[tuple[s
         check(model, plain, compiled_code)
 
 
-def test_no_break_at_attention(compiled_code: Counter[tuple[str, str]]) -> None:
-    """The compiler breaks the graph of a block at attention only if the block keeps it."""
-    keeps: tuple[Any, ...] = (None, "attention")
-    for keep in keeps:
-        model = tiny_llama()
-        with prepare(model, tiling=None, activation_checkpointing=ActivationCheckpointing(keep=keep)):
-            list(steps(compile_blocks(model, "aot_eager"), (64, 48)))
-        assert any("resume" in name for _, name in compiled_code) == (keep is not None)
-        torch._dynamo.reset()
-
-
 def test_a_policy_runs_blocks_uncompiled(compiled_code: Counter[tuple[str, str]]) -> None:
     """With a list of operators the compiler makes no code of blocks, which are as the plain ones."""
     torch.manual_seed(0)

@@ -85,7 +85,6 @@ def _wrap(m: Reads) -> None:
     m.up = nn.Sequential(m.up, nn.Linear(3 * H, 3 * H))
 
 
-REPLACED = nn.Linear(H, H, bias=False)
 CHANGES: dict[str, Change] = {
     "buffer in place": lambda m, _: m.mean.add_(1),
     "buffer, replaced": lambda m, _: setattr(m, "mean", m.mean + 1),
