@@ -1,17 +1,18 @@
 """A loss in tiles: gradients are formed in the forward pass and scaled in the backward pass.
 
-The weights are inputs of the autograd Function and their gradients are returned: see NOTE [Weights are inputs].
+The weights are inputs of the autograd Function and their gradients are returned: see NOTE [Weights are inputs] in
+``tiling/run.py``. For losses of single tokens, and in float16, gradients are formed in the backward pass, which
+computes the logits once more: only then is the factor known with which they stay in float16's range.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -31,7 +32,7 @@ from lt_tiled.recompute.mode import (
 from lt_tiled.tiling.cut import Bounds, each_tile, tile_bounds
 from lt_tiled.tiling.weights import GradientSum
 
-Count = Tensor | float | Literal["global"] | None
+Count = Tensor | float | None
 
 MIN_LOSS_TOKENS = 512
 """Fewer rows make the sums of weight gradients, which each tile reads and writes, take longer than the products."""
@@ -40,10 +41,8 @@ MIN_LOSS_TOKENS = 512
 def loss_bounds(num_shards: int | Literal["auto"], tokens: int, hidden_size: int) -> list[Bounds]:
     """Cut the tokens of a loss, with ``"auto"`` into tiles of at most ``max(512, hidden_size / 2)`` tokens.
 
-    Such tiles do not raise the peak. In 16 bits a tile of ``t`` tokens and at least 2**23 logits holds at most 2 times
-    its ``2 t V`` bytes of logits, in whose memory the gradient is formed. When the tiles are done, the float32 sum of
-    the weight's gradient, which is alive all the time, is rounded to a copy of ``2 V H`` bytes: more, if ``t`` is at
-    most ``H / 2``.
+    Such tiles do not raise the peak: in 16 bits a tile of ``t`` tokens holds at most ``4 t V`` bytes, and afterwards
+    the float32 sum of the weight's gradient is rounded to a copy of ``2 V H`` bytes.
     """
     tiling = Tiling(num_shards)
     if num_shards == "auto":
@@ -51,23 +50,18 @@ def loss_bounds(num_shards: int | Literal["auto"], tokens: int, hidden_size: int
     return tile_bounds(tiling, tokens, hidden_size=1)
 
 
-TileTokens = slice | Tensor
-"""A tile's tokens: a run of them, or their indices."""
-
-
-def loss_places(num_shards: int | Literal["auto"], hidden: Tensor, counted: Tensor) -> list[TileTokens]:
-    """Return each tile's tokens: those whose label counts, and those with nan or inf, which spoil all gradients.
+def loss_places(num_shards: int | Literal["auto"], hidden: Tensor, counted: Tensor) -> list[Tensor]:
+    """Return the indices of each tile's tokens: those whose label counts, and those whose nan or inf spoil gradients.
 
     Their number is read from the device once. In simulations the tiles have all tokens.
     """
     bounds = loss_bounds(num_shards, len(hidden), hidden.shape[-1])
+    rows = torch.arange(len(hidden), device=hidden.device)
     if is_real(hidden) and type(counted) is Tensor:
         sums = hidden.sum(-1, dtype=wide_dtype(hidden))  # nan or inf, if one of them is
         rows = (counted | ~sums.isfinite()).nonzero().squeeze(-1)
-        if len(rows) < len(counted):
-            size = bounds[0][1] - bounds[0][0]
-            return list(rows.tensor_split(max(1, math.ceil(len(rows) / size))))
-    return [slice(low, high) for low, high in bounds]
+    size = max(1, bounds[0][1] - bounds[0][0])
+    return list(rows.tensor_split(max(1, math.ceil(len(rows) / size))))
 
 
 def tiled_loss(
@@ -85,39 +79,36 @@ def tiled_loss(
     Raises:
         ValueError: If the number of tiles or the count is out of bounds.
     """
-    Tiling(num_shards)
     rows = hidden.reshape(-1, hidden.shape[-1])  # [T, H]
     targets = labels.reshape(-1).long()  # [T]
     divisor = _divisor(kind, targets, count).to(wide_dtype(hidden))
+    precision = Precision.now(rows.device)
+    per_token = is_transformed() or kind.reduction == "none" or (precision.dtype or rows.dtype) == torch.float16
     if is_transformed():
         loss = kind.of(head(rows, weights), targets)
-        if kind.reduction != "none":
-            loss = loss.sum() / divisor
     else:
         places = loss_places(num_shards, rows.detach(), kind.counted(targets))
-        precision = Precision.now(rows.device)
-        call = _LossCall(head, name, kind, places, targets, divisor, torch.is_grad_enabled(), precision)
+        of_tiles = replace(kind, reduction="none") if per_token else kind
+        call = _LossCall(head, name, of_tiles, places, targets, divisor, torch.is_grad_enabled(), precision)
         loss = _TiledLoss.apply(call, rows, *weights)
-    return loss.view(labels.shape) if kind.reduction == "none" else loss
+    if kind.reduction == "none":
+        return loss.view(labels.shape)
+    return loss.sum() / divisor if per_token else loss
 
 
 def _divisor(kind: CrossEntropy, labels: Tensor, count: Count) -> Tensor:
-    """Return what the sum of the losses is divided by."""
+    """Return the divisor of the sum of the losses."""
     if kind.reduction != "mean":
         if count is not None:
             raise ValueError(f"count={count!r} divides a mean: leave it out for reduction={kind.reduction!r}.")
         return torch.ones((), device=labels.device)
-    if count is None or (isinstance(count, str) and count == "global"):
-        counted = kind.counted(labels).sum().to(torch.float32)
-        if count == "global" and dist.is_available() and dist.is_initialized():
-            dist.all_reduce(counted)
-            counted /= dist.get_world_size()
-        return counted
+    if count is None:
+        return kind.counted(labels).sum().to(torch.float32)
     if isinstance(count, Tensor):
         given = count.detach().to(labels.device, torch.float64).view(())
         return given.where(given != 0, torch.nan)  # else the gradients would be those of the sum
     if not isinstance(count, int | float) or not 0 < count < math.inf:
-        raise ValueError(f"count={count!r} must be a positive number, 'global' or None.")
+        raise ValueError(f"count={count!r} must be a positive number or None.")
     return torch.full((), count, dtype=torch.float64, device=labels.device)
 
 
@@ -129,22 +120,11 @@ class _LossCall:
     name: str
     """The name of the head in messages."""
     kind: CrossEntropy
-    places: list[TileTokens]
+    places: list[Tensor]
     labels: Tensor
     divisor: Tensor
     with_grad: bool
     precision: Precision
-
-    def scales(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what each token's gradient is multiplied by before it is rounded, and in the backward pass."""
-        # No label counts: the loss is nan, and the gradients are zeros, as untiled.
-        divisor = self.divisor.where(self.divisor != 0, 1.0)
-        if (self.precision.dtype or hidden.dtype) != torch.float16:
-            return 1 / divisor, torch.ones_like(divisor)
-        # In float16 they stay in range until the backward pass. A power of two, so that it rounds nothing.
-        most = _HALF_SCALE / self.kind.counted(self.labels).sum().clamp(min=1) * divisor.clamp(max=2.0**100)
-        power = most / (2 * most.frexp().mantissa)
-        return power / divisor, 1 / power
 
     def prints(self, hidden: Tensor) -> TileFingerprints | None:
         """Return what takes fingerprints of the logits of one pass, from at most an eighth of a tile's tokens."""
@@ -199,7 +179,7 @@ class _LossCall:
         if self.precision.dtype is not None:
             torch.clear_autocast_cache()  # it holds casts of leaves
         for index, total in sums.items():
-            gradients[index + 1] = total.sum_or_zeros()
+            gradients[index + 1] = total.sum_or_zeros().to(tensors[index + 1].dtype)
         return losses, gradients
 
 
@@ -209,19 +189,15 @@ class _TiledLoss(torch.autograd.Function):
     def forward(ctx: Any, call: _LossCall, *tensors: Tensor) -> Tensor:
         hidden = tensors[0]
         ctx.call = call
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
         ctx.wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad and call.with_grad]
-        scale, ctx.factor = call.scales(hidden)
         if call.kind.reduction == "none":
             ctx.save_for_backward(call.labels, *tensors)  # which notices changes in place
             ctx.random = RandomState.now(hidden.device)
             ctx.prints = call.prints(hidden)
-            return call.run(tensors, [], scale.expand(len(call.labels)), ctx.prints)[0]
-        losses, gradients = call.run(tensors, ctx.wanted, scale.expand(len(call.labels)))
-        # Sums of bfloat16 weights in float32 are rounded now, to half their memory. float16 has not the range.
-        for index in ctx.wanted:
-            if ctx.dtypes[index] == torch.bfloat16:
-                gradients[index] = gradients[index].bfloat16()
+            return call.run(tensors, [], call.divisor.expand(len(call.labels)), ctx.prints)[0]
+        # If no label counts, the loss is nan, and the gradients are zeros, as untiled.
+        factor = 1 / call.divisor.where(call.divisor != 0, 1.0)
+        losses, gradients = call.run(tensors, ctx.wanted, factor.expand(len(call.labels)))
         ctx.save_for_backward(*gradients)
         return losses.sum() / call.divisor
 
@@ -233,32 +209,25 @@ class _TiledLoss(torch.autograd.Function):
                 f"A backward pass through a loss in tiles cannot be differentiated (create_graph=True): {_REMEDY}."
             )
         call: _LossCall = ctx.call
-        gradients = ctx.saved_tensors
-        factor = torch.ones_like(call.divisor)
-        if call.kind.reduction == "none":  # the tiles run once more, as in the forward pass
-            tensors = ctx.saved_tensors[1:]
-            prints = call.prints(tensors[0])
-            with call.precision.context(), random_state_kept(incoming.device, ctx.random):
-                gradients = call.run(tensors, ctx.wanted, incoming, prints)[1]
-            if prints is not None:
-                ctx.prints.compare(prints, _REMEDY)
-        else:
-            factor = incoming * ctx.factor
-        found: list[Tensor | None] = [None for _ in range(len(gradients) + 1)]
-        for index in ctx.wanted:
-            found[index + 1] = _scaled(gradients[index], factor, ctx.dtypes[index])
-        return tuple(found)
+        if call.kind.reduction != "none":
+            return None, *(None if gradient is None else _scaled(gradient, incoming) for gradient in ctx.saved_tensors)
+        # The tiles run once more, as in the forward pass.
+        tensors = ctx.saved_tensors[1:]
+        prints = call.prints(tensors[0])
+        with call.precision.context(), random_state_kept(incoming.device, ctx.random):
+            gradients = call.run(tensors, ctx.wanted, incoming, prints)[1]
+        if prints is not None:
+            ctx.prints.compare(prints, _REMEDY)
+        return None, *gradients
 
 
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """Multiply a gradient and round once: a factor in 16 bits would have an error of its own."""
-    result = torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
+    result = torch.empty_like(gradient, memory_format=torch.contiguous_format)
     for part, into in zip(gradient.flatten().split(_PART), result.view(-1).split(_PART), strict=True):
         torch.mul(part.to(wide_dtype(part)), factor, out=into)
     return result
 
 
 _PART = 2**24
-_HALF_SCALE = 2.0**15
-"""What gradient scalers begin with: the gradient of a label is then at most half of float16's largest number."""
 _REMEDY = "compute it from full logits (loss=False)"

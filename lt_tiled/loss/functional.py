@@ -1,4 +1,4 @@
-"""Cross-entropy of a projection, tile by tile: the full logits never exist, and none are computed twice."""
+"""Cross-entropy of a projection, tile by tile: the full logits never exist."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def tiled_linear_cross_entropy(
 ) -> Tensor:
     """Compute ``F.cross_entropy(F.linear(hidden, weight, bias), labels)`` without the full logits.
 
-    With ``"mean"`` and ``"sum"``, gradients are computed in the forward pass, without extra FLOPs. With ``"none"``, the
-    logits are recomputed in the backward pass.
+    With ``"mean"`` and ``"sum"``, gradients are computed in the forward pass, without extra FLOPs. With ``"none"``, and
+    in float16, the logits are recomputed in the backward pass.
 
     Args:
         hidden: ``[..., H]``.
@@ -49,8 +49,8 @@ def tiled_linear_cross_entropy(
         logit_scale: A factor of the logits.
         z_loss: A penalty on the normalizer.
         shift: Whether token ``t`` predicts label ``t + 1`` along the labels' last dimension, as in causal models.
-        count: The divisor of ``"mean"`` instead of the number of labels. ``"global"`` is the mean of this number over
-            all ranks, so that averaged gradients weight all labels equally.
+        count: The divisor of ``"mean"`` instead of the number of labels, such as its mean over all ranks, so that
+            averaged gradients weight all labels equally.
 
     Returns:
         The loss, in float32 for 16-bit logits. It is a scalar, or has the labels' shape with ``"none"``.
