@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from lt_tiled import Tiling
-from tests.engines.cells import ENGINES, draw, launch, set_up
+from lt_tiled.planner.ledger import Ledger
+from tests.engines.cells import ENGINES, draw, launch, set_up, step_on
 from tests.engines.conftest import OnRanks
 from tests.models import TinyLM, lm_loss
 
@@ -39,6 +40,28 @@ def operations(engine: str, shards: int | None, checkpointed: bool, calls: int =
     names = [event.name for event in profiled.events()]
     # The recomputes of several forward passes are compared in each step, which reads values.
     return dict(Counter(name for name in names if name.startswith("c10d::") or (name == READ and calls == 1)))
+
+
+def flops(engine: str, shards: int | None) -> int:
+    """The FLOPs of a settled step with activation checkpointing."""
+    tiling = None if shards is None else Tiling(shards, self_check=False)
+    fabric = launch(engine, tiling=tiling, activation_checkpointing=True)
+    model, optimizer = set_up(fabric, TinyLM(), engine)
+    ids = draw((2, 32), dist.get_rank())
+    for _ in range(2):
+        with Ledger() as counter:
+            step_on(fabric, optimizer, lm_loss(model(ids), ids))
+    fabric.strategy.release()
+    return counter.flops
+
+
+@pytest.mark.table("ddp|zero3")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_flops(engine: str, on_ranks: OnRanks) -> None:
+    """A step in tiles has no more FLOPs than the untiled step, and under every engine those of DDP."""
+    untiled, tiled = on_ranks(flops, engine, None), on_ranks(flops, engine, 4)
+    assert max(tiled) <= min(untiled)
+    assert tiled == on_ranks.once(flops, "ddp", 4)
 
 
 @pytest.mark.table("fsdp2-True-1|zero3-(True-1|False-2)")

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import lt_tiled
-from lt_tiled import Tiling
+from lt_tiled import Tiling, tiled_linear_cross_entropy
 from lt_tiled.report import Report
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import error_of, launch, set_up, step_on, strategy
@@ -153,3 +154,25 @@ def test_optimizers_keep_their_state_under_fsdp2(world: World) -> None:
     """An optimizer that has stepped before ``fabric.setup`` goes on with its momentum, sharded."""
     plain = world(with_momentum, "ddp")
     assert world(with_momentum, "fsdp2") == [near(losses) for losses in plain]
+
+
+def mean_gradients() -> tuple[Tensor, Tensor]:
+    """The ranks' mean of the gradients of a loss with a global count, and the gradient of the mean over all ranks'
+    labels.
+    """
+    rank = dist.get_rank()
+    weight = torch.linspace(-1, 1, 32 * 8, dtype=torch.float64).view(32, 8).requires_grad_()
+    sources = [torch.Generator().manual_seed(r) for r in range(2)]
+    hidden = [torch.randn(4 + 9 * r, 8, generator=sources[r], dtype=torch.float64) for r in range(2)]
+    labels = [torch.randint(32, (4 + 9 * r,), generator=sources[r]) for r in range(2)]
+    loss = tiled_linear_cross_entropy(hidden[rank], weight, labels[rank], num_shards=2, count="global")
+    (mine,) = torch.autograd.grad(loss, weight)
+    dist.all_reduce(mine)
+    (true,) = torch.autograd.grad(F.cross_entropy(torch.cat(hidden) @ weight.t(), torch.cat(labels)), weight)
+    return mine / 2, true
+
+
+def test_mean_over_all_ranks(world: World) -> None:
+    """With ``count="global"`` the mean of the ranks' gradients is that of the mean over all of their labels."""
+    for mean, true in world(mean_gradients):
+        torch.testing.assert_close(mean, true, rtol=1e-6, atol=1e-9)

@@ -69,9 +69,7 @@ SHARD = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shar
 GATHER = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
 HEADS: dict[str, ParallelStyle | None] = {
     "whole": None,
-    "columns": ColwiseParallel(output_layouts=Replicate()),
     "columns of a DTensor": ColwiseParallel(use_local_output=False),
-    "rows": RowwiseParallel(input_layouts=Replicate()),
     "columns after a sequence": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
 

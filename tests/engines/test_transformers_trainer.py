@@ -15,7 +15,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from lt_tiled.transformers import TiledCallback, share_batches
 from tests.callbacks.test_transformers import patches, trainer_of
 from tests.engines.conftest import OnRanks
-from tests.world import RanksFailed, World
+from tests.world import World
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3")
 """Accelerate ignores FSDP on the CPU and trains with DDP there."""
@@ -103,9 +103,3 @@ def test_share_batches(four_ranks: World) -> None:
     assert (first, third) == (second, fourth)
     assert sorted(first + third) == list(range(8))
     assert first != sorted(first)
-
-
-def test_share_batches_of_a_wrong_size(world: World) -> None:
-    """A size that does not divide the number of ranks is refused with those that do."""
-    with pytest.raises(RanksFailed, match=r"sequence_parallel=3 does not divide the 2 ranks: choose one of \[1, 2\]"):
-        world(drawn, 3)

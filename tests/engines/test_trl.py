@@ -81,11 +81,9 @@ TILED = {"tiling": 3, "activation_checkpointing": True}
 @pytest.mark.parametrize(
     ("kind", "options", "loss"),
     [
-        ("sft", {}, None),
         ("sft", {}, 4),
         ("sft", {"loss_type": "dft"}, None),
         ("sft", {"packing": True, "gradient_checkpointing": False}, None),
-        ("dpo", {}, None),
         ("dpo", {}, 4),
     ],
 )
