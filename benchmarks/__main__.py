@@ -14,10 +14,9 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.correctness import correctness
-from benchmarks.costs import costs, experts, step_time
+from benchmarks.costs import costs, host, step_time
 from benchmarks.engines import engines
 from benchmarks.harness import Options, Table
-from benchmarks.host import host
 from benchmarks.longest import longest
 from benchmarks.loss import loss
 from benchmarks.sequence_parallel import sequence_parallel
@@ -29,7 +28,6 @@ SECTIONS: dict[str, Callable[[Options], list[Table]]] = {
     "step_time": step_time,
     "host": host,
     "loss": loss,
-    "experts": experts,
     "sequence_parallel": sequence_parallel,
     "longest": longest,
 }

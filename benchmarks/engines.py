@@ -19,7 +19,7 @@ from tests.models import GatedMLP, TinyLM
 SHARDS = 4
 CLOSE = 1e-4
 EVEN, UNEVEN = (24, 24), (5, 24)
-ROWS = {
+ROWS = {  # the engine, and the tokens of each rank
     "DDP": ("ddp", EVEN),
     "FSDP": ("fsdp", EVEN),
     "FSDP, use_orig_params=False": ("fsdp_flat", EVEN),
@@ -31,7 +31,6 @@ ROWS = {
     "FSDP2, ranks of 5 and 24 tokens": ("fsdp2", UNEVEN),
     "ZeRO-3, ranks of 5 and 24 tokens": ("zero3", UNEVEN),
 }
-"""The engine, and the tokens of each rank."""
 
 
 def train(engine: str, lengths: tuple[int, int], name: str) -> list[float]:

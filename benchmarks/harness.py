@@ -129,16 +129,11 @@ def draw(size: Size, device: torch.device = CPU) -> Tensor:
     return torch.randint(512, (1, size.tokens), generator=torch.Generator().manual_seed(0)).to(device)
 
 
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-    return loss
-
-
 def step_of(model: nn.Module, ids: Tensor) -> Callable[[], None]:
     """Return a function that runs a forward and a backward pass and frees the gradients."""
 
     def step() -> None:
-        loss_of(model, ids).backward()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         model.zero_grad(set_to_none=True)
 
     return step

@@ -26,16 +26,13 @@ Loss = Callable[..., Tensor]
 """Of hidden states ``[T, H]``, a weight ``[V, H]``, labels ``[T]``, and ``reduction``."""
 TILES = 16
 BASE = "full logits"
-COMPILED = "Cut Cross-Entropy"
-"""It computes in a kernel, of which neither FLOPs nor bytes on a CPU can be counted."""
+COMPILED = "Cut Cross-Entropy"  # a kernel, of which neither FLOPs nor bytes on a CPU can be counted
 
 
 def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
     """Compute the loss as transformers' models do, from logits in float32."""
     logits = F.linear(hidden, weight)
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    return F.cross_entropy(logits, labels, reduction=reduction)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels, reduction=reduction)
 
 
 def lt_tiled() -> Loss:
@@ -47,12 +44,10 @@ def deepspeed() -> Loss:
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
         # Its way for labels that are ignored unevenly: each tile's sum, over the number of labels in all.
-        count: Any = 1
-        if reduction == "mean":
-            count = (labels != -100).sum()
+        count = (labels != -100).sum() if reduction == "mean" else 1
 
         def tile(_: None, rows: Tensor, own: Tensor) -> Tensor:
-            return F.cross_entropy(F.linear(rows, weight).float(), own, reduction="sum") / count  # type: ignore[no-any-return]
+            return F.cross_entropy(F.linear(rows, weight).float(), own, reduction="sum") / count
 
         value: Tensor = tiled.apply(tile, None, hidden[None], labels[None], None, TILES, [weight], "sum")
         return value

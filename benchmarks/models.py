@@ -32,12 +32,8 @@ from tests.sequence_parallel.models import ids
 from tests.sequence_parallel.runs import step, value_of, worst
 from tests.world import unchecked
 
-TOKENS = 37
-"""The sequence length: two ranks have different numbers of tokens, and more than a window."""
-EXACT = 1e-12
-"""The largest relative error of a loss or gradient in float64."""
-ROUNDED = 1e-4
-"""The same where a model computes a part in float32."""
+EXACT = 1e-12  # the largest relative error of a loss or gradient in float64
+ROUNDED = 1e-4  # the same where a model computes a part in float32
 
 
 def examine(name: str) -> tuple[str, str]:
@@ -45,7 +41,8 @@ def examine(name: str) -> tuple[str, str]:
     torch.manual_seed(0)
     try:
         model = tiny_model(name)
-        tokens = ids(2, TOKENS).clamp_min(4)  # those below mean something in some configurations
+        # Two ranks have different numbers of tokens, more than a window. Ids below 4 mean something in some models.
+        tokens = ids(2, 37).clamp_min(4)
         inputs = {"input_ids": tokens, "labels": tokens}
         with torch.no_grad():
             first, second = (value_of(copy.deepcopy(model)(**inputs)) for _ in range(2))

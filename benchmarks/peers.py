@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from benchmarks.harness import usable
 from lt_tiled import tile
 
-Tile = Callable[[nn.Module, int], None]
-"""Makes a module run in that many tiles, on the instance."""
+Tile = Callable[[nn.Module, int], None]  # makes a module run in that many tiles, on the instance
 
 
 def tiles() -> dict[str, Tile]:

@@ -31,8 +31,7 @@ from tests.sequence_parallel.models import ids
 from tests.sequence_parallel.runs import step
 
 CLOSE = 1e-5
-RATE = 64.0
-"""The learning rate: a power of two adds no rounding."""
+RATE = 64.0  # of learning: a power of two adds no rounding
 PLAIN = dict(ALL_ATTENTION_FUNCTIONS.items())
 Batch = dict[str, Any]
 

@@ -66,12 +66,6 @@ def test_step_without_the_comparison() -> None:
     assert min(harness.compared(times, "with", "without")[0], *times["with"]) > 0
 
 
-def test_experts() -> None:
-    """With ``num_shards="auto"`` the gradient sums of released mixtures take at most 5 % of the arithmetic."""
-    (table,) = costs.experts(QUICK)
-    assert [cell[0] for cell in column(table, "of the arithmetic")] == 3 * ["✓"]
-
-
 def test_loss() -> None:
     """The gradients of lt_tiled's loss are right in every case, and DeepSpeed's are not where the loss is scaled."""
     table = loss.errors({"lt_tiled": loss.lt_tiled(), "DeepSpeed": loss.deepspeed()}, CPU)
@@ -167,6 +161,6 @@ def test_pages_name_commands() -> None:
 def test_command() -> None:
     """The command prints the tables of the benchmarks that are named."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--only", "experts"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "benchmarks", "--quick", "--only", "costs"], cwd=ROOT, capture_output=True, text=True
     )
-    assert "| Mixtral 8x7B  | 13 " in done.stdout
+    assert "| Mixtral, lt_tiled " in done.stdout
