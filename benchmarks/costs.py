@@ -1,7 +1,7 @@
 """What tiled MLPs cost in a training step with activation checkpointing.
 
-``--only costs`` counts FLOPs and bytes of a Llama and of a mixture of experts, exactly. ``--only step_time`` times steps
-of a Llama, also with other settings of lt_tiled, and without the comparison of recomputes. ``--only host`` times one
+``--only costs`` counts FLOPs and bytes of a Llama and of a mixture of experts. ``--only step_time`` times steps of a
+Llama, also with other settings of lt_tiled, and without the comparison of recomputes. ``--only host`` times one
 tile of an MLP so small that its arithmetic takes next to nothing: on a GPU small tiles wait for the host.
 """
 
