@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tests.models import tiny_llama
 
 pytest.importorskip("trl")  # which Python 3.10 lacks
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:`gradient_checkpointing")]  # which TRL sets
 
 
 def tokenizer() -> Any:
