@@ -112,14 +112,18 @@ class Tokens:
         if len(bounds) == 1:  # in its own layout
             return [whole.view_as(whole)]
         flat = whole.reshape(torch.Size([self.count]) + whole.shape[len(self.lead) :])
+        size = bounds[0][1]
+        last = bounds[-1][1] - bounds[-1][0]
+        # Tiles of the first size come first, then those of the last. Two operations cut them, however many there are.
+        first = len(bounds)
+        if size != last:
+            first = (self.count - last * len(bounds)) // (size - last)
         # Not of one dimension of all tokens: with its strides torch's matmul would copy the weights for each tile.
         lead = (1,) * (len(self.lead) - 1)
-        return [tile.view(lead + tile.shape) for tile in flat.split(sizes_of(bounds))]
-
-
-def sizes_of(bounds: Sequence[Bounds]) -> list[int]:
-    """Return the tokens of each tile."""
-    return [high - low for low, high in bounds]
+        found = flat[: first * size].view(first, *lead, size, *flat.shape[1:]).unbind()
+        if first < len(bounds):
+            found += flat[first * size :].view(-1, *lead, last, *flat.shape[1:]).unbind()
+        return found
 
 
 _LEAF = pytree.tree_structure(0)
@@ -202,7 +206,7 @@ class Assembly:
             self._tiles.append(self._cut(self.wholes[-1], flat))
 
     def _cut(self, whole: Tensor, flat: bool) -> Sequence[Tensor]:
-        return whole.split(sizes_of(self.bounds)) if flat else self.tokens.tiles(whole, self.bounds)
+        return whole.split([high - low for low, high in self.bounds]) if flat else self.tokens.tiles(whole, self.bounds)
 
     def gradients(self, given: Sequence[Tensor | None]) -> Iterator[tuple[Tensor | None, ...]]:
         """Yield for each tile the gradients of its outputs, from those of the whole ones."""

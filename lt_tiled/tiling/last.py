@@ -56,6 +56,8 @@ class LastProjection:
         """What it returned in the tile that runs."""
         self._input: Any = None
         """Its input there, ``[..., in]``, without a graph."""
+        self._instead: dict[Any, Tensor] = {}
+        """What a recompute returns in place of the output, for tiles of each shape."""
         self._version = 0
         self._edge: GradientEdge | None = None
         """Where the graph of that input ends. It does not keep values, which no gradient needs any more."""
@@ -96,8 +98,11 @@ class LastProjection:
         # Autocast leaves float64 as it is.
         if torch.is_autocast_enabled(kind) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(kind)
-        shape = (*input.shape[:-1], self.linear.weight.shape[0])
-        return input.new_zeros((), dtype=dtype).expand(shape).requires_grad_()
+        key = (input.shape, dtype)
+        if key not in self._instead:
+            shape = (*input.shape[:-1], self.linear.weight.shape[0])
+            self._instead[key] = input.new_zeros((), dtype=dtype).expand(shape).requires_grad_()
+        return self._instead[key]
 
     def made(self, output: Any) -> bool:
         """Whether the projection ran once in the tile that ran, and its output is that of the tile, both unchanged."""
