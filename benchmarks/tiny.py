@@ -40,7 +40,7 @@ NAMES: dict[int, str] = {
 }
 SMALL = {name: value for value, names in NAMES.items() for name in names.split()}
 """The value of each field that a configuration has by such a name."""
-OTHERS: dict[str, dict[str, Any]] = {
+OTHERS: dict[str, dict[str, Any]] = {  # what the configurations of some models need besides, by their model_type
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dots3_note_text": {"num_key_value_heads": HEADS},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -55,7 +55,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What else the configurations of some models need, by their ``model_type``."""
 
 
 def tiny_model(model_type: str) -> nn.Module:
