@@ -198,6 +198,7 @@ class _TiledLoss(torch.autograd.Function):
         # If no label counts, the loss is nan, and the gradients are zeros, as untiled.
         factor = 1 / call.divisor.where(call.divisor != 0, 1.0)
         losses, gradients = call.run(tensors, ctx.wanted, factor.expand(len(call.labels)))
+        ctx.any_counts = call.kind.counted(call.labels).any()
         ctx.save_for_backward(*gradients)
         return losses.sum() / call.divisor
 
@@ -210,6 +211,7 @@ class _TiledLoss(torch.autograd.Function):
             )
         call: _LossCall = ctx.call
         if call.kind.reduction != "none":
+            incoming = incoming.where(ctx.any_counts, 0.0)  # it may be infinite: a sum divided by a count
             return None, *(None if gradient is None else _scaled(gradient, incoming) for gradient in ctx.saved_tensors)
         # The tiles run once more, as in the forward pass.
         tensors = ctx.saved_tensors[1:]

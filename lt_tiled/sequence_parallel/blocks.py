@@ -19,7 +19,7 @@ from lt_tiled.recompute.mode import is_backward
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.exchange import block_name
-from lt_tiled.sequence_parallel.groups import check_same_batch, check_same_block
+from lt_tiled.sequence_parallel.groups import check_same_batch
 from lt_tiled.sequence_parallel.self_check import check_once, checking, run_block
 from lt_tiled.sequence_parallel.ulysses import Door, UlyssesState, held, shared_pass
 
@@ -109,5 +109,5 @@ class SharedBlock(Patch):
             )
         if not self.last:
             return output
-        check_same_block(state, "the end of the blocks")
+        state.end()
         return pytree.tree_map_only(Tensor, state.gathered, output)

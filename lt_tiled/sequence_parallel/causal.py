@@ -59,7 +59,7 @@ class SharedModel(Patch):
         trains = door.hand_written or module.training or call.arguments.get("labels") is not None
         if trains and check is None and not is_partial(call):
             check_once(door, self.checked, call, self)
-        return self._to_loss(call) if to_loss else self._by_blocks(call)
+        return self._to_loss(call) if to_loss else self._by_blocks(call, trains)
 
     def _is_shared_to_loss(self, call: Call) -> bool:
         """Whether a call of a causal model computes the loss of all its tokens, and its own code works on some of them.
@@ -86,16 +86,18 @@ class SharedModel(Patch):
         as_tuple = own.pop("return_dict", None) is False
         with shared_loss(state, call, own), held(shared_pass, state):
             output = self.inner(call.module, **own)
-        check_same_block(state, "the end of the blocks")
+        state.end()
         output["loss"] = group_mean(output["loss"], name_of(state.group))  # each rank has its own labels
         if output.get("logits") is not None:
             output["logits"] = None  # those of this rank's tokens
         return output.to_tuple() if as_tuple else output
 
-    def _by_blocks(self, call: Call) -> Any:
+    def _by_blocks(self, call: Call, trains: bool) -> Any:
         """Run a model whose blocks are shared. Refuse a call that ends between the first and the last of them."""
         with held(batch, call), held(shared_pass, None):
             output = call.run(self.inner)
+            if trains:  # a rank that left out its first block has exchanged nothing
+                check_same_block(self.door.owner, self.door.group, "the end of the call")
             if shared_pass.get() is not None:
                 raise ValueError(
                     f"{self.door.owner}: the last of the blocks was not called after it began to share the sequence."

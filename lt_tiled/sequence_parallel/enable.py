@@ -14,8 +14,9 @@ from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import patch_models
 from lt_tiled.modules.find import find_named, has_class, has_forward, outermost, walk_all
-from lt_tiled.modules.patch import patch_until
+from lt_tiled.modules.patch import get_patch, patch_until
 from lt_tiled.policies import SequenceParallel
+from lt_tiled.recompute.blocks import BlockPatch
 from lt_tiled.sequence_parallel.arguments import RotaryPatch, find_rotary
 from lt_tiled.sequence_parallel.attention import calls_attention, share_interface
 from lt_tiled.sequence_parallel.blocks import BlockScope, SharedBlock
@@ -37,6 +38,9 @@ def enable(door: Door, undo: ExitStack) -> None:
     for path, block in door.blocks:
         patch_until(undo, block, SharedBlock(door, path, block is modules[0], block is modules[-1]))
         patch_until(undo, block, BlockScope(door, path))
+        for name, part in block.named_modules():  # blocks in a named module, which are recomputed apart from it
+            if part is not block and get_patch(part, BlockPatch) is not None:
+                patch_until(undo, part, BlockScope(door, f"{path}.{name}"))
     replace_functions(modules, undo)
     if not door.hand_written:
         share_interface(undo)
@@ -86,7 +90,13 @@ def find_doors(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGr
         owner = f"{path} ({type(module).__name__})" if path else type(module).__name__
         if module not in configs:
             return Door(owner, policy, group, caller, blocks)
-        lengths = lengths_of(configs[module].get_text_config())
+        config = configs[module].get_text_config()
+        if getattr(config, "attn_temperature_tuning", False):
+            raise ValueError(
+                f"{owner} scales attention by positions that it counts from its own tokens (attn_temperature_tuning):"
+                " use sequence_parallel=1 with activation_checkpointing='cpu'."
+            )
+        lengths = lengths_of(config)
         return Door(owner, policy, group, caller, blocks, calls_attention(module), False, lengths)
 
     if policy.targets != "auto":

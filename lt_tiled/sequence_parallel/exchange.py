@@ -45,6 +45,12 @@ def head_shards(heads: int, groups: int, size: int) -> dict[str, list[list[int]]
     return {"heads": queries, "groups": keys}
 
 
+def next_exchange(state: UlyssesState, function: str) -> None:
+    """Agree with the other ranks on what exchanges tokens next, and note it."""
+    check_same_block(state.owner, state.group, f"{function} in {block_name.get()}")
+    state.exchanges.append(function)
+
+
 def over_heads(
     state: UlyssesState, function: str, kinds: Mapping[str, str], tensors: Mapping[str, Tensor], compute: Any
 ) -> Tensor:
@@ -58,7 +64,7 @@ def over_heads(
         tensors: The tensors by their names.
         compute: Gets the query heads of the rank, and by name all tokens of its heads; returns ``[B, h, S, D]``.
     """
-    check_same_block(state, f"{function} in {block_name.get()}")
+    next_exchange(state, function)
     # 1. The heads of each rank.
     count: dict[str, int] = {}
     for name, tensor in tensors.items():

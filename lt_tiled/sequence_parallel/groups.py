@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -76,12 +76,14 @@ def group_of(wanted: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def check_same_batch(owner: str, group: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` on all ranks of a group unless each of them has the same tensors in its arguments."""
+    """Raise ``ValueError`` on all ranks of a group unless each has the same tensors and numbers in its arguments."""
     if not isinstance(group, dist.ProcessGroup):  # a simulation, whose tensors have no values
         return
     text = ""
     for name, value in arguments.items():
-        for leaf in pytree.tree_leaves(value):
+        for leaf in _leaves(value):
+            if isinstance(leaf, int | float | str):
+                text += f"{name} {leaf} "
             if isinstance(leaf, Tensor) and not leaf.is_nested:
                 text += f"{name} {leaf.dtype} {list(leaf.shape)} "
                 # What the model computed may differ: dropout in front of the blocks, sums in any order.
@@ -94,13 +96,24 @@ def check_same_batch(owner: str, group: Any, arguments: Mapping[str, Any]) -> No
         )
 
 
-def check_same_block(state: Any, block: str) -> None:
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what is in containers: those of torch, mappings such as the batches of tokenizers, and dataclasses."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Mapping):
+            yield from _leaves(dict(leaf))
+        elif is_dataclass(leaf):
+            yield from _leaves(vars(leaf))
+        else:
+            yield leaf
+
+
+def check_same_block(owner: str, group: Any, block: str) -> None:
     """Raise ``ValueError`` on all ranks unless each of them exchanges tokens in the same block next."""
-    if is_backward() or not isinstance(state.group, dist.ProcessGroup):  # a recompute repeats what they agreed on
+    if is_backward() or not isinstance(group, dist.ProcessGroup):  # a recompute repeats what they agreed on
         return
-    if not _is_same(state.group, block):
+    if not _is_same(group, block):
         raise ValueError(
-            f"{state.owner}: {block} comes next on this rank, and something else on another rank of the group."
+            f"{owner}: {block} comes next on this rank, and something else on another rank of the group."
             " A block may leave itself out at random: draw the same numbers on all ranks, or leave none out."
         )
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled.sequence_parallel.attention import attend, replace
-from lt_tiled.sequence_parallel.exchange import block_name, over_heads
-from lt_tiled.sequence_parallel.groups import all_gather, check_same_block, name_of
+from lt_tiled.sequence_parallel.exchange import next_exchange, over_heads
+from lt_tiled.sequence_parallel.groups import all_gather, name_of
 from lt_tiled.sequence_parallel.ulysses import UlyssesState
 
 STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
@@ -79,7 +79,7 @@ def _by_tokens(tensor: Tensor, dims: int) -> Tensor:
 
 def _convolution(state: UlyssesState, function: Any, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return a causal convolution ``[B, C, S/n]`` of a rank's tokens and the last tokens of the ranks before."""
-    check_same_block(state, f"a convolution in {block_name.get()}")
+    next_exchange(state, "a convolution")
     # 1. The last tokens of each rank: as many as the kernel looks back, or all of them if there are fewer.
     back = weight.shape[-1] - 1
     each = min(back, state.length)
@@ -122,7 +122,10 @@ def replace_functions(blocks: Sequence[nn.Module], undo: ExitStack) -> None:
             table = getattr(inspect.unwrap(type(part).forward), "__globals__", {})
             tables[id(table)] = table
     for table in tables.values():
-        if "mamba_selective_scan" in table:  # Mamba 1, whose state has no heads: the self-check refuses it
-            continue
+        if "mamba_selective_scan" in table:
+            raise ValueError(
+                "The state of Mamba 1 has no heads that ranks could share: use Mamba 2, or sequence_parallel=1 with"
+                " activation_checkpointing='cpu'."
+            )
         for name in FUNCTIONS.keys() & table.keys():
             replace(table, name, FUNCTIONS[name], undo)

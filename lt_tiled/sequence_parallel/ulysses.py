@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.recompute.mode import carried
-from lt_tiled.sequence_parallel.groups import all_gather, name_of
+from lt_tiled.sequence_parallel.groups import all_gather, check_same_block, name_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,8 @@ class UlyssesState:
     """The lengths of packed documents that attend only to themselves."""
     masks: Any = None
     """The mask of all tokens in a pass to the loss, or one for each kind of layer."""
+    exchanges: list[str] = field(default_factory=list)
+    """The functions that saw all tokens so far."""
 
     @property
     def size(self) -> int:
@@ -84,6 +86,15 @@ class UlyssesState:
     def count(self) -> int:
         """The number of the rank's tokens that belong to the sequence."""
         return max(0, min(self.length, self.total - self.begin))
+
+    def end(self) -> None:
+        """Agree with the other ranks that the last of the blocks ran, and that tokens were exchanged in some."""
+        if not self.exchanges:
+            raise ValueError(
+                f"{self.owner} shared its sequences, and no attention saw all tokens: use attention of transformers, or"
+                " F.scaled_dot_product_attention, in its blocks."
+            )
+        check_same_block(self.owner, self.group, "the end of the blocks")
 
     def own(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return the rank's own tokens: ``[B, S, ...]`` becomes ``[B, length, ...]``."""

@@ -152,6 +152,14 @@ def test_no_label_that_counts(reduction: Any, tokens: int, dtype: torch.dtype, d
         torch.testing.assert_close(a, b, equal_nan=True)
 
 
+def test_a_sum_divided_by_no_labels() -> None:
+    """Gradients stay zeros, as torch's, where the caller divides a sum by the number of labels, which is 0."""
+    hidden, weight, labels, _ = some(torch.float32)
+    (tiled_linear_cross_entropy(hidden, weight, labels.fill_(-100), reduction="sum") / 0).backward()
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
 def test_labels_are_shifted_once() -> None:
     """``shift=True`` lets token t predict label t + 1, as Hugging Face's causal loss does on whole logits."""
     from transformers.loss.loss_utils import ForCausalLMLoss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from contextlib import nullcontext
 from typing import Any
 
@@ -44,6 +45,30 @@ def test_another_batch(door: str, change: str, world: World) -> None:
     """A batch that differs in any way raises on all ranks at both doors, and names the remedy."""
     for message in world(different, door, change):
         assert "rank=strategy.data_rank" in message
+
+
+class OfBatches(GPT):
+    """Takes its batch as one mapping."""
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(**batch)
+
+
+def different_number() -> None:
+    x = ids(2, 24)
+    calls = [(causal("llama")(), {**labeled(x), "num_items_in_batch": 48 + dist.get_rank()})]
+    calls.append((hand_written(OfBatches)(), {"batch": UserDict(labeled(x + dist.get_rank()))}))
+    for model, arguments in calls:
+        with (
+            lt_tiled.prepare(model, sequence_parallel=2),
+            pytest.raises(ValueError, match="different batches"),
+        ):
+            model(**arguments)
+
+
+def test_numbers_and_mappings(world: World) -> None:
+    """Numbers that a call is given count as well, and what is in a tokenizer's mapping."""
+    world(different_number)
 
 
 def hidden_states(change: bool) -> None:
@@ -95,6 +120,27 @@ def left_out(seed: int) -> str:
         except ValueError as error:
             return str(error)
     return ""
+
+
+class SkipsFirst(Pooled):
+    """Leaves out its first block on one rank."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        self.order = (0, 1, 2) if dist.get_rank() else (1, 2)
+        return super().forward(input_ids)
+
+
+def first_left_out() -> None:
+    model = SkipsFirst()
+    policy = SequenceParallel(2, self_check=False)
+    said = pytest.raises(ValueError, match=r"different batches|something else on another rank")
+    with lt_tiled.prepare(model, sequence_parallel=policy), said:
+        model(ids(2, 37))
+
+
+def test_the_first_block_left_out(world: World) -> None:
+    """A rank that leaves out the block with which sharing begins raises like the others, and nobody waits."""
+    world(first_left_out)
 
 
 def test_blocks_that_leave_themselves_out(world: World) -> None:

@@ -53,7 +53,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.table(
     "packed-tiled|(windows in some layers|hand-written|gpt_oss)-kept on disk|router loss-checkpointed"
-    "|(qwen3_next|bamba|lfm2)-kept in memory|LoRA-tiled"
+    "|(qwen3_next|bamba|lfm2)-kept in memory|LoRA-tiled|named module-kept"
 )
 @pytest.mark.parametrize("policies", POLICIES)
 @pytest.mark.parametrize(
@@ -63,6 +63,7 @@ POLICIES: dict[str, dict[str, Any]] = {
         "windows in some layers",
         "router loss",
         "hand-written",
+        "named module",
         "LoRA",
         "qwen3_next",
         "bamba",
@@ -91,7 +92,8 @@ def test_on_a_second_device(name: str, policies: str, second_world: World) -> No
 
 _ENCODER = "is an encoder-decoder, .* use a decoder-only model"
 _BLOCKS = r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)"
-_CHECKED = r"(cannot run on those of one rank|has another (output|gradient)).* Use sdpa"
+_CHECKED = r"(cannot run on those of one rank|has another (output|gradient)).* Use sdpa|no attention saw all tokens"
+_CHECKED += "|The state of Mamba 1 has no heads"
 REFUSED = dict.fromkeys(["BART", "T5", "T5Gemma", "Whisper"], _ENCODER)
 REFUSED |= dict.fromkeys(["LeViT", "Swin", "wav2vec 2.0"], _BLOCKS)
 REFUSED["Hiera"] = "A shared block returns hidden states .* and nothing else: return"

@@ -174,6 +174,7 @@ def asking(option: str) -> Case:
 
 
 _MIXES = "has another (output|gradient of its input) when 2 ranks share the sequence.* Use sdpa"
+_UNSEEN = "shared its sequences, and no attention saw all tokens: use attention of transformers"
 _NOT_CLOSED = "the last of the blocks was not called after it.*name one module around them"
 _OTHER = "has another (output|gradient)|cannot run on those of one rank|needs self-attention"
 _FEW_STATES = {"linear_num_value_heads": 1, "linear_num_key_heads": 1}
@@ -181,7 +182,7 @@ _INKLING = {"n_routed_experts": 8, "moe_intermediate_size": 32}
 REFUSED: dict[str, tuple[Case, str]] = {
     # What the self-check sees.
     "mean over tokens": (pooled(averaged), _MIXES),
-    "shift": (pooled(shifted), _MIXES),
+    "shift": (pooled(shifted), _UNSEEN),
     "norm in training": (pooled(normalized), _MIXES),
     "mixture of depths": (pooled(mixture_of_depths), _MIXES),
     "capacity of experts": (pooled(with_capacity), _MIXES),
@@ -191,7 +192,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "scale of the length": (pooled(log_scaled), _MIXES),
     "positions of a rank": (Case(own_positions), _MIXES),
     "attribute": (Case(positioned, ids_alone), "Pass blocks what they read as arguments"),
-    "nn.TransformerEncoderLayer": (Case(multihead, lambda x: {"input": x}), _MIXES),
+    "nn.TransformerEncoderLayer": (Case(multihead, lambda x: {"input": x}), _UNSEEN),
     "kernel of a layer": (Case(kernel_of_a_layer), _MIXES),
     "mean between blocks": (Case(hand_written(Between, "center"), ids_alone), "when 2 ranks share the sequence"),
     "shift between blocks": (Case(hand_written(Between, "shift"), ids_alone), "when 2 ranks share the sequence"),
@@ -205,7 +206,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "reentrant checkpoints": (Case(hand_written(Recomputed), ids_alone), "of its own.*Use lt_tiled's"),
     "gradient_checkpointing_enable": (Case(own_checkpointing), "in place of gradient_checkpointing_enable"),
     "mask of a rank": (pooled(locally_masked), "which is not that of all 37 tokens. Make masks before the first block"),
-    "attention that is not shared": (Case(hand_written(OwnAttention, False)), _MIXES),
+    "attention that is not shared": (Case(hand_written(OwnAttention, False)), _UNSEEN),
     "output_attentions": (asking("output_attentions"), "output_attentions.*set it to False"),
     "output_hidden_states": (asking("output_hidden_states"), "output_hidden_states.*set it to False"),
     "too few heads": (Case(llama(1, 1)), "=2 needs as many query heads .* LlamaForCausalLM has 1: use .*=1 or less"),
