@@ -135,10 +135,12 @@ class Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = nn.Linear(16, 40), nn.Linear(40, 24), nn.Linear(24, 16)
+        self.wide = nn.Linear(16, 40)
+        self.middle = nn.Linear(40, 24)
+        self.narrow = nn.Linear(24, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.third(F.gelu(self.second(F.gelu(self.first(x)))))
+        return self.narrow(F.gelu(self.middle(F.gelu(self.wide(x)))))
 
 
 class WithTowers(LitTiny):
