@@ -239,7 +239,7 @@ def _refuse(name: str, gradient: Tensor) -> None:
 
 _NUMBER = int | float
 _SHAPE = int | torch.Size
-_JOIN: dict[str, Any] = dict.fromkeys(("float", "to"), torch.dtype)
+_JOIN: dict[str, Any] = dict.fromkeys(("float", "double", "to"), torch.dtype)
 _JOIN |= dict.fromkeys(("tanh", "mul", "rmul", "div", "truediv"), _NUMBER)
 _JOIN |= dict.fromkeys(("view", "reshape", "contiguous", "flatten"), _SHAPE)
 _JOIN["getitem"] = slice | int | EllipsisType | None

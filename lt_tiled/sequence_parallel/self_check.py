@@ -27,7 +27,7 @@ from lt_tiled.recompute.blocks import BlockPatch
 from lt_tiled.recompute.buffers import ModuleState
 from lt_tiled.recompute.mode import RandomState, random_state_kept, rounds_products
 from lt_tiled.sequence_parallel.arguments import Call
-from lt_tiled.sequence_parallel.groups import check_same_batch
+from lt_tiled.sequence_parallel.groups import check_same_batch, group_mean, name_of
 from lt_tiled.sequence_parallel.ulysses import Door, UlyssesState, held
 
 TOKENS = 2**11
@@ -100,14 +100,20 @@ def run_block(name: str, call: Call, inner: Callable[..., Any], state: UlyssesSt
             direction = hidden.detach().flip(-1)
             if state is not None:
                 direction[:, state.count :] = 0
-            gradient = torch.autograd.grad(hidden, x, direction, materialize_grads=True)[0]
+            gradient = torch.autograd.grad(hidden, x, direction, retain_graph=True, materialize_grads=True)[0]
             found["another gradient of its input"] = gradient
-    # 3. For the rank's own tokens.
+            # The gradient of a loss that the block attaches: ranks average theirs, so each has that of all of them.
+            attached = torch.autograd.grad(hidden, x, torch.zeros_like(hidden), materialize_grads=True)[0]
+            found["another loss attached"] = attached if state is None else attached / state.size
+        losses = _losses_in(module)
+    # 3. For the rank's own tokens. Losses in attributes are averaged by the ranks.
     shared = state or check.door.state(x.shape[1])
     for what, tensor in found.items():
         if state is None:
             tensor = shared.own(tensor)
         found[what] = tensor[:, : shared.count].clone()
+    if losses and isinstance(shared.group, dist.ProcessGroup):
+        found["another loss in an attribute"] = group_mean(torch.stack(losses), name_of(shared.group))
     seen = check.seen.setdefault(name, [])
     if check.whole:
         seen.append(found)
@@ -116,6 +122,16 @@ def run_block(name: str, call: Call, inner: Callable[..., Any], state: UlyssesSt
             if found[what].shape == true.shape:  # hidden states may begin with another dimension
                 check.compare(name, what, found[what], true)
     return output
+
+
+def _losses_in(module: nn.Module) -> list[Tensor]:
+    """Return the scalars with a graph that a call left in attributes."""
+    found: list[Tensor] = []
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, Tensor) and value.grad_fn is not None and value.numel() == 1:
+                found.append(value.detach().reshape(()))
+    return found
 
 
 def check_once(door: Door, passed: dict[bool, int], call: Call, forward: Callable[..., Any]) -> None:

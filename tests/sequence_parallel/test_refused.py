@@ -66,6 +66,35 @@ def with_capacity(block: Coded, x: Tensor) -> Tensor:
     return block.plain(x).where(chosen, x)
 
 
+class Attached(torch.autograd.Function):
+    """Gives a loss the gradient 1, as mixtures of experts attach theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_ones(())
+
+
+def balance(x: Tensor) -> Tensor:
+    """Return a small loss that is no mean over tokens."""
+    return 1e-3 * x.softmax(-1).mean((0, 1)).square().sum()
+
+
+def attaches_a_loss(block: Coded, x: Tensor) -> Tensor:
+    x = block.plain(x)
+    return Attached.apply(x, balance(x))
+
+
+def keeps_a_loss(block: Coded, x: Tensor) -> Tensor:
+    """Leave a loss in an attribute, for the code around the model."""
+    x = block.plain(x)
+    block.loss = balance(x)
+    return x
+
+
 class ClippedBack(torch.autograd.Function):
     """Clips the gradient of all tokens."""
 
@@ -188,6 +217,8 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "capacity of experts": (pooled(with_capacity), _MIXES),
     "hook that counts from the end": (Case(with_hook, ids_alone), _MIXES),
     "backward pass": (pooled(clipped), _MIXES),
+    "loss that is attached": (pooled(attaches_a_loss), "has another loss attached"),
+    "loss in an attribute": (pooled(keeps_a_loss), "has another loss in an attribute"),
     "not finite": (pooled(not_finite), _MIXES),
     "scale of the length": (pooled(log_scaled), _MIXES),
     "positions of a rank": (Case(own_positions), _MIXES),
