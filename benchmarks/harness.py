@@ -231,11 +231,12 @@ class Ranks:
 
 def attempt(function: Callable[..., Any], *args: Any) -> Any:
     """Return what a function returns, or the error that it raises as a string. What engines print is not shown."""
-    warnings.simplefilter("ignore")
-    for name in ("lt_tiled", "DeepSpeed", "transformers"):
-        logging.getLogger(name).disabled = True
+    logging.disable()
     try:
-        with redirect_stdout(io.StringIO()):
+        with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             return function(*args)
     except Exception as error:  # a package may raise anything
         return f"raises {type(error).__name__}: {error}"
+    finally:
+        logging.disable(logging.NOTSET)

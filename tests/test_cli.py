@@ -102,7 +102,7 @@ def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str])
         assert f"--trainer.strategy.{option} " in text
     fields = help_of(f"--trainer.strategy.help=lt_tiled.{name}", "--trainer.strategy.tiling.help")
     assert "tiling.num_shards" in fields
-    assert "The most tokens of a tile. Give this or" in fields
+    assert "Largest number of tokens per tile. Give this or" in fields
 
 
 def test_every_command_is_known(capsys: pytest.CaptureFixture[str]) -> None:

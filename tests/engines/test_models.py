@@ -157,15 +157,15 @@ def test_optimizers_keep_their_state_under_fsdp2(world: World) -> None:
 
 
 def mean_gradients() -> tuple[Tensor, Tensor]:
-    """The ranks' mean of the gradients of a loss with a global count, and the gradient of the mean over all ranks'
-    labels.
-    """
+    """The ranks' mean of the gradients of a loss with their mean count, and that of the mean over all labels."""
     rank = dist.get_rank()
     weight = torch.linspace(-1, 1, 32 * 8, dtype=torch.float64).view(32, 8).requires_grad_()
     sources = [torch.Generator().manual_seed(r) for r in range(2)]
     hidden = [torch.randn(4 + 9 * r, 8, generator=sources[r], dtype=torch.float64) for r in range(2)]
     labels = [torch.randint(32, (4 + 9 * r,), generator=sources[r]) for r in range(2)]
-    loss = tiled_linear_cross_entropy(hidden[rank], weight, labels[rank], num_shards=2, count="global")
+    count = torch.tensor(len(labels[rank]) / 2)
+    dist.all_reduce(count)
+    loss = tiled_linear_cross_entropy(hidden[rank], weight, labels[rank], num_shards=2, count=count)
     (mine,) = torch.autograd.grad(loss, weight)
     dist.all_reduce(mine)
     (true,) = torch.autograd.grad(F.cross_entropy(torch.cat(hidden) @ weight.t(), torch.cat(labels)), weight)
@@ -173,6 +173,6 @@ def mean_gradients() -> tuple[Tensor, Tensor]:
 
 
 def test_mean_over_all_ranks(world: World) -> None:
-    """With ``count="global"`` the mean of the ranks' gradients is that of the mean over all of their labels."""
+    """With the mean count of all ranks, the mean of their gradients is that of the mean over all of their labels."""
     for mean, true in world(mean_gradients):
         torch.testing.assert_close(mean, true, rtol=1e-6, atol=1e-9)

@@ -128,7 +128,7 @@ REPORTS = {
         ("tiled", 2, "LlamaMLP", "2"),
         ("tiled", 2, "LlamaRMSNorm", "2"),
         ("tiled", 1, "LlamaRMSNorm", "2"),
-        ("tiled loss", 1, "PeftModelForCausalLM", "4"),
+        ("tiled loss", 1, "LlamaForCausalLM", "4"),
         ("activation checkpointing", 2, "LlamaDecoderLayer", ""),
     ],
     "gpt": [("tiled", 2, "MLP", "2"), ("activation checkpointing", 2, "Block", "")],

@@ -65,7 +65,7 @@ EFFECTS: dict[str, tuple[What, str]] = {
     "counts in a buffer": (lambda module, y: module.count.add_(y.shape[1]), f"{CHANGES}_buffers"),
     "replaces a buffer": (setting("mean", lambda module, y: y.detach()[0, 0, :2]), f"{CHANGES}_buffers"),
     "appends": (lambda module, y: module.list.append(len(y)), f"{CHANGES}list"),
-    "appends to a deque": (lambda module, y: module.deque.append(float(y.sum())), f"{CHANGES}deque"),
+    "appends to a deque": (lambda module, y: module.deque.append(float(y.detach().sum())), f"{CHANGES}deque"),
     "writes into a dict": (lambda module, y: module.dict.update(calls=module.dict.get("calls", 0) + 1), CHANGES),
     "writes into a weight": (lambda module, y: module.down.weight.data.mul_(0.5), r"changes Linear\._parameters"),
 }
