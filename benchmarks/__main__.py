@@ -35,9 +35,8 @@ SECTIONS: dict[str, Callable[[Options], list[Table]]] = {
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=keep_lines)
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer rounds")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=SECTIONS, help="of: " + ", ".join(SECTIONS))
     args = parser.parse_args()
