@@ -90,7 +90,7 @@ def run_block(name: str, call: Call, inner: Callable[..., Any], state: UlyssesSt
     with torch.set_grad_enabled(graph), turned_off(module, BlockPatch), _as_it_was(module, module.training):
         x = call.tokens.detach().clone().requires_grad_(graph)
         output = call.with_tokens(x).run(inner)
-        hidden = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+        hidden = _hidden_states(output)
         if hidden.shape[:2] != x.shape[:2]:  # which is refused where the block is shared
             return output
         # 2. The hidden states, and a gradient of the input. Their own gradient would be zero behind a norm: they are
@@ -100,10 +100,12 @@ def run_block(name: str, call: Call, inner: Callable[..., Any], state: UlyssesSt
             direction = hidden.detach().flip(-1)
             if state is not None:
                 direction[:, state.count :] = 0
-            gradient = torch.autograd.grad(hidden, x, direction, retain_graph=True, materialize_grads=True)[0]
+            gradient = torch.autograd.grad(hidden, x, direction, materialize_grads=True)[0]
             found["another gradient of its input"] = gradient
-            # The gradient of a loss that the block attaches: ranks average theirs, so each has that of all of them.
-            attached = torch.autograd.grad(hidden, x, torch.zeros_like(hidden), materialize_grads=True)[0]
+            # The gradient of a loss that the block attaches, of another run, because engines free weights behind the
+            # first one. Ranks average theirs, so each has that of all of them.
+            again = _hidden_states(call.with_tokens(x).run(inner))
+            attached = torch.autograd.grad(again, x, torch.zeros_like(again), materialize_grads=True)[0]
             found["another loss attached"] = attached if state is None else attached / state.size
         losses = _losses_in(module)
     # 3. For the rank's own tokens. Losses in attributes are averaged by the ranks.
@@ -122,6 +124,10 @@ def run_block(name: str, call: Call, inner: Callable[..., Any], state: UlyssesSt
             if found[what].shape == true.shape:  # hidden states may begin with another dimension
                 check.compare(name, what, found[what], true)
     return output
+
+
+def _hidden_states(output: Any) -> Tensor:
+    return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 def _losses_in(module: nn.Module) -> list[Tensor]:
