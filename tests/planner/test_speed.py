@@ -110,9 +110,6 @@ ABLATION = [
     (32_768, 1, None, 231.6),
     (163_840, 1, None, 514.4),
     (1_100_000, 8, None, 576.1),
-    (1_200_000, 8, None, 548.7),
-    (2_400_000, 8, "cpu", 585.8),
-    (3_700_000, 8, "cpu", 590.6),
 ]
 """Tokens, ranks that share a sequence, offloading and TFLOPS of Llama 3.1 8B on 8 x H100 (arXiv:2506.13996)."""
 
