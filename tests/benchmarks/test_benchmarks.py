@@ -98,6 +98,7 @@ def test_sequence_parallel(deepspeed_world: World) -> None:
     for system, mark in (("lt_tiled", "✓"), ("DeepSpeed, ZeRO-3", "✗ loss")):
         found = deepspeed_world(sequence_parallel.errors, system, "packed documents")
         assert sequence_parallel.judged(found).startswith(mark)
+    deepspeed_world(sequence_parallel.reset)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ _CHECKED += "|The state of Mamba 1 has no heads"
 REFUSED = dict.fromkeys(["BART", "T5", "T5Gemma", "Whisper"], _ENCODER)
 REFUSED |= dict.fromkeys(["LeViT", "Swin", "wav2vec 2.0"], _BLOCKS)
 REFUSED["Hiera"] = "A shared block returns hidden states .* and nothing else: return"
+REFUSED["Llama 4 (text)"] = "scales attention by positions that it counts from its own tokens"
 REFUSED["Llama 3.2 (image and text)"] = "needs self-attention of all .* use another attention"
 for _name in ("BLOOM", "DeBERTa V2", "Doge", "FNet", "GPT-J", "GPT-Neo", "Jamba", "Longformer"):
     REFUSED[_name] = _CHECKED
