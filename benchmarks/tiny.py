@@ -49,6 +49,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # what the configurations of some models 
         **{"indexer_compress_ratio": 4, "ngram_vocab_size_base": VOCAB, "split_ngram_parts": 1},
     },
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"]},
+    "rembert": {"vocab_size": VOCAB, "input_embedding_size": HIDDEN, "output_embedding_size": HIDDEN},
     "roc_bert": {"pronunciation_vocab_size": VOCAB, "shape_vocab_size": VOCAB},
     "xglm": {"attention_heads": HEADS},
     "xlm": {"n_words": VOCAB, "emb_dim": HIDDEN},
@@ -99,11 +100,10 @@ def fields_of(kind: Any) -> dict[str, Any]:
 
 def defaults_of(kind: Any) -> dict[str, Any]:
     try:
-        defaults: dict[str, Any] = kind().to_dict()
+        return dict(kind().to_dict())
     except Exception:  # some defaults do not fit together
         parameters = inspect.signature(kind).parameters.values()
-        defaults = {parameter.name: parameter.default for parameter in parameters}
-    return defaults
+        return {parameter.name: parameter.default for parameter in parameters}
 
 
 def layers_of(defaults: dict[str, Any]) -> dict[str, Any]:
