@@ -129,7 +129,7 @@ class TextFiles(LightningDataModule):
             "seq_len": self.seq_len,
             "batch_size": self.batch_size,
             "ranks": sampler.get("num_replicas", 1),
-            "seed": int(os.environ.get("PL_GLOBAL_SEED", 0)),
+            "seed": _seed(),
             "sequences": len(self._parts["train"]),
         }
 
@@ -157,7 +157,7 @@ class TextFiles(LightningDataModule):
         """Return batches in an order that depends only on the seed and on how many batches came before the epoch."""
         # With several ranks, Lightning and Fabric give each such a sampler.
         alone = self.trainer is not None and self.trainer.world_size == 1
-        data, seed = self._parts["train"], int(os.environ.get("PL_GLOBAL_SEED", 0))
+        data, seed = self._parts["train"], _seed()
         sampler: Any = DistributedSampler(data, 1, 0, seed=seed) if alone else None  # type: ignore[arg-type]
         return _ResumedLoader(data, datamodule=self, shuffle=not alone, sampler=sampler, **self._options())
 
@@ -171,6 +171,10 @@ class TextFiles(LightningDataModule):
 
     def _options(self) -> dict[str, Any]:
         return {"batch_size": self.batch_size, "num_workers": self.num_workers, "collate_fn": _batch}
+
+
+def _seed() -> int:
+    return int(os.environ.get("PL_GLOBAL_SEED", 0))
 
 
 def _batch(rows: list[Tensor]) -> dict[str, Tensor]:

@@ -125,7 +125,7 @@ class RotaryPatch(Patch):
         if state is None or not isinstance(positions, Tensor) or positions.shape[-1] != state.length:
             return call.run(self.inner)
         everything = state.all_positions(positions)
-        tables = call.changed(lambda _, value: everything if value is positions else value).run(self.inner)
+        tables = call.replaced({"position_ids": everything}).run(self.inner)
 
         def own_rows(table: Tensor) -> Tensor:  # [..., S, D] or [..., S], without the memory of the others
             for dim in (-2, -1):

@@ -164,7 +164,7 @@ def held(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
-def gathered(x: Tensor, dim: int = 1) -> Tensor:
+def gathered(x: Tensor) -> Tensor:
     """Return all tokens of a tensor that is computed in a shared pass, and outside of one the tensor itself."""
     state = shared_pass.get()
-    return x if state is None else state.gathered(x, dim)
+    return x if state is None else state.gathered(x)

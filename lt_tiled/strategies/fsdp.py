@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from lt_tiled._log import warn
 from lt_tiled.policies import ActivationCheckpointing, ActivationCheckpointingLike
-from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
+from lt_tiled.strategies.base import TiledStrategy
 from lt_tiled.strategies.blocks import blocks_to_shard
-from lt_tiled.strategies.optimizer_order import check_order, check_order_of_fabric
+from lt_tiled.strategies.optimizer_order import FabricChecksOrder, TrainerChecksOrder
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -133,7 +133,7 @@ class _FSDP(TiledStrategy):
         return FullyShardedDataParallel(model, **(self.unit_arguments() | {"auto_wrap_policy": policy}))
 
 
-class TrainerFSDP(_FSDP, TiledTrainerStrategy):
+class TrainerFSDP(_FSDP, TrainerChecksOrder):
     """FSDP1 for Trainer."""
 
     kwargs: dict[str, Any]
@@ -188,12 +188,6 @@ class TrainerFSDP(_FSDP, TiledTrainerStrategy):
             return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
         return state
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = self.broadcast(checkpoint_path)
-        assert self.model is not None
-        check_order(path, weights_only, self.model, dict(enumerate(self.optimizers)))
-        return super().load_checkpoint(path, weights_only)
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self.saves_full_on_cpu:
             return super().lightning_module_state_dict()
@@ -203,7 +197,7 @@ class TrainerFSDP(_FSDP, TiledTrainerStrategy):
         return state if self.global_rank == 0 else {}  # as Lightning's
 
 
-class FabricFSDP(_FSDP, TiledFabricStrategy):
+class FabricFSDP(_FSDP, FabricChecksOrder):
     """FSDP1 for Fabric."""
 
     _fsdp_kwargs: dict[str, Any]
@@ -236,10 +230,3 @@ class FabricFSDP(_FSDP, TiledFabricStrategy):
                 shutil.rmtree(path)
             torch.save(full, path)
         return None
-
-    def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        path = self.broadcast(path)
-        check_order_of_fabric(path, weights_only, state)
-        return super().load_checkpoint(path, state, strict, weights_only)

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from lt_tiled._log import inform, warn
 from lt_tiled.modules.find import plain_name
 from lt_tiled.policies import check_count
-from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
+from lt_tiled.strategies.base import TiledStrategy
 from lt_tiled.strategies.blocks import blocks_to_shard
-from lt_tiled.strategies.optimizer_order import check_order, check_order_of_fabric
+from lt_tiled.strategies.optimizer_order import FabricChecksOrder, TrainerChecksOrder
 from lt_tiled.training_step.step import nothing
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class _FSDP2(TiledStrategy):
         inform(f"lt_tiled shards {name} with {len(blocks)} blocks as FSDP units")
 
 
-class TrainerFSDP2(_FSDP2, TiledTrainerStrategy):
+class TrainerFSDP2(_FSDP2, TrainerChecksOrder):
     """FSDP2 for Trainer."""
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -105,11 +105,6 @@ class TrainerFSDP2(_FSDP2, TiledTrainerStrategy):
         finally:
             if hook is nothing:
                 del module.configure_model
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = self.broadcast(checkpoint_path)
-        check_order(path, weights_only, self.lightning_module, dict(enumerate(self.optimizers)))
-        return super().load_checkpoint(path, weights_only)
 
 
 def _shared_weights(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, str, nn.Parameter]]:
@@ -141,7 +136,7 @@ def _copy_from_first_rank(model: nn.Module, device: torch.device) -> None:
             tensor.detach().copy_(values)
 
 
-class FabricFSDP2(_FSDP2, TiledFabricStrategy):
+class FabricFSDP2(_FSDP2, FabricChecksOrder):
     """FSDP2 for Fabric."""
 
     def __init__(
@@ -179,10 +174,8 @@ class FabricFSDP2(_FSDP2, TiledFabricStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        path = self.broadcast(path)
         if isinstance(state, dict):  # Fabric reads the loaded values from this very dictionary
             state.update({key: _without_root(value) for key, value in state.items()})
-        check_order_of_fabric(path, weights_only, state)
         return super().load_checkpoint(path, _without_root(state), strict, weights_only)
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lt_tiled.strategies.base import TiledFabricStrategy, TiledTrainerStrategy
+
 
 def check_order(path: Any, weights_only: bool | None, model: nn.Module, optimizers: dict[str | int, Optimizer]) -> None:
     """Check a full checkpoint before FSDP loads it.
@@ -43,11 +45,25 @@ def check_order(path: Any, weights_only: bool | None, model: nn.Module, optimize
             )
 
 
-def check_order_of_fabric(path: Any, weights_only: bool | None, state: Any) -> None:
-    """Check a full checkpoint before Fabric loads it into a dictionary of the user's."""
-    if not isinstance(state, dict):
-        return
-    models = [value for value in state.values() if isinstance(value, nn.Module)]
-    optimizers: dict[str | int, Optimizer] = {k: value for k, value in state.items() if isinstance(value, Optimizer)}
-    if len(models) == 1:  # Lightning refuses others
-        check_order(path, weights_only, models[0], optimizers)
+class TrainerChecksOrder(TiledTrainerStrategy):
+    """Checks a full checkpoint before a Trainer's strategy loads it."""
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = self.broadcast(checkpoint_path)
+        check_order(path, weights_only, self.lightning_module, dict(enumerate(self.optimizers)))
+        return super().load_checkpoint(path, weights_only)
+
+
+class FabricChecksOrder(TiledFabricStrategy):
+    """Checks a full checkpoint before Fabric loads it into a dictionary of the user's."""
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = self.broadcast(path)
+        values = state if isinstance(state, dict) else {}
+        models = [value for value in values.values() if isinstance(value, nn.Module)]
+        optimizers: dict[str | int, Optimizer] = {k: v for k, v in values.items() if isinstance(v, Optimizer)}
+        if len(models) == 1:  # Lightning refuses others
+            check_order(path, weights_only, models[0], optimizers)
+        return super().load_checkpoint(path, state, strict, weights_only)
