@@ -70,7 +70,6 @@ CODE = {
     "lightning.pytorch.strategies.fsdp": "_setup_model _state_dict_type",
     "lightning.pytorch.strategies.model_parallel": "_data_parallel_size _tensor_parallel_size",
     "lightning.pytorch.strategies.single_device": "_root_device",
-    "torch._dynamo.comptime": "_i_will_not_complain_if_bc_breaks_InstructionTranslator",
     "torch.distributed.fsdp._common_utils": "_fsdp_wrapped_module",
     "torch.utils.checkpoint": "_checkpoint_hook _recomputation_hook",
     "torchmetrics.metric": "_computed _update_count",

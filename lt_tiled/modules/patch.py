@@ -8,10 +8,7 @@ loads as a plain one, and keys, class and hooks stay. Where other code puts a me
 are set later run above theirs.
 
 NOTE [Compiled modules]
-``torch.compile`` breaks its graph at patches: they are Python with side effects, of which the compiler would make many
-graphs. So patches run uncompiled, with all that they call, and compiled code goes past those of ``Order.NEIGHBOR``,
-which only matter to uncompiled code. Once compiled code has called a module, the module's own code below its patches is
-compiled by itself, with the same backend. The recompute of a block calls the same compiled code as its forward pass.
+In compiled code, patched methods run uncompiled, with all that they call: patches are Python with side effects.
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
-from torch._dynamo import optimize  # torch.compile wraps a backend, and the compiler takes the wrapper for another one
-from torch._dynamo.comptime import comptime  # torch.compiler does not tell the backend
+
+from lt_tiled._log import inform
 
 PatchType = TypeVar("PatchType", bound="Patch")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -62,7 +59,6 @@ class Order(IntEnum):
     CALLER = auto()  # a model notes whether its caller wants a loss or a key-value cache
     PARENT = auto()  # what is pending inside of a block is computed before the block returns
     HEAD = auto()  # a head defers its logits
-    NEIGHBOR = auto()  # a norm or a projection runs in the tiles of the module next to it, a norm in its own
     TILE = auto()  # a module runs in tiles, alone or in those of the module next to it
     LEAF = auto()  # a module takes hooks of ZeRO-3 in another way
 
@@ -78,22 +74,16 @@ class Patch:
     active = True
     owner: Any = None
     """The object that set the patch and removes it."""
-    compiled: Callable[..., Any] | None = None
-    """The module's own code, compiled: in the innermost patch, once compiled code has called the module."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
-
-    def compiles(self, module: nn.Module) -> bool:
-        """Whether the module's own code may run compiled below this patch."""
-        return True
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.run(module, args, kwargs) if self.active else self.inner(module, *args, **kwargs)
 
     def inner(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run what this patch changes, without the module's hooks."""
-        return (self.compiled or self.bound(module))(*args, **kwargs)
+        return self.bound(module)(*args, **kwargs)
 
     def bound(self, module: nn.Module) -> Callable[..., Any]:
         """Return what this patch changes as a method, without the module's hooks."""
@@ -113,7 +103,7 @@ class Patch:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         memo[id(self)] = copy = type(self).__new__(type(self))
-        copy.__dict__.update(self.__dict__, below=deepcopy(self.below, memo), compiled=None)
+        copy.__dict__.update(self.__dict__, below=deepcopy(self.below, memo))
         return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -227,41 +217,24 @@ def _dispatcher(place: str, name: str, changed: Callable[..., Any]) -> Callable[
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         below = self.__dict__[place]
-        compiling = torch.compiler.is_compiling()  # this function is traced
-        exporting = compiling and torch.compiler.is_exporting()
-        # Compiled code fuses norms by itself, and torch.export sees the module's own code.
-        while compiling and isinstance(below, Patch) and (exporting or below.order == Order.NEIGHBOR):
-            below = below.below
-        if compiling and isinstance(below, Patch):
-            comptime(_note_backend)
-        if isinstance(below, Patch):
-            return _run(below, compiling, self, args, kwargs)
-        if below is None:
-            return getattr(type(self), name)(self, *args, **kwargs)
-        return below(*args, **kwargs)
+        if not isinstance(below, Patch):
+            own = below or MethodType(getattr(type(self), name), self)
+            return own(*args, **kwargs)
+        if torch.compiler.is_exporting():  # the module's own code
+            return below.innermost.inner(self, *args, **kwargs)
+        return _run(torch.compiler.is_compiling(), below, self, args, kwargs)
 
     function: Callable[..., Any] = method
-    function.__code__ = method.__code__.replace()  # the compiler limits the recompilations of one code object
     function.__name__ = name
     function.__dict__.update(_lt_tiled_place=place, __signature__=signature(changed))
     return function
 
 
-_backends: list[Any] = []
-"""The backend of the compiler that traced a method with patches last."""
-
-
-def _note_backend(context: Any) -> None:
-    tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    _backends[:] = [tracer.output.compiler_fn]
-
-
 @partial(torch.compiler.disable, reason="lt_tiled runs the module in its own way: see docs/models.md")
-def _run(patch: Patch, compiling: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run patches uncompiled, and below them the module's own code compiled once compiled code has called it."""
-    own = patch.innermost
-    if compiling and _backends and own.compiled is None and all(each.compiles(module) for each in _chain(patch)):
-        own.compiled = optimize(_backends[0])(own.bound(module))
+def _run(compiling: bool, patch: Patch, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run patches, and all that they call, uncompiled."""
+    if compiling:
+        inform("lt_tiled runs patched modules uncompiled in compiled code: see docs/models.md.", once="uncompiled")
     return patch(module, *args, **kwargs)
 
 

@@ -46,7 +46,7 @@ from lt_tiled.offload.tensors import movable, storage_key, view_key
 from lt_tiled.policies import ActivationCheckpointing
 from lt_tiled.recompute.buffers import Buffers
 from lt_tiled.recompute.compare import describe
-from lt_tiled.recompute.keep import Chooses, KeepMode, keeps_attention
+from lt_tiled.recompute.keep import Chooses, KeepMode
 from lt_tiled.recompute.mode import Carried, Precision, in_checkpoint, is_backward, is_transformed
 from lt_tiled.recompute.saved import COMPARED, BlockFingerprints, BlockHistory
 
@@ -106,15 +106,6 @@ class BlockPatch(Patch):
         assert isinstance(copy, BlockPatch)
         copy.history = BlockHistory()  # a copy may be changed, and save others
         return copy
-
-    def compiles(self, module: nn.Module) -> bool:
-        """Return False if a mode must see each operation, and for views of a flat parameter of FSDP1.
-
-        The compiler fails on such views while the gradients are sharded.
-        """
-        views = not isinstance(next(module.parameters(), None), nn.Parameter)
-        seen = self.keep is not None and (self.finds_attention or self.keep is not keeps_attention)
-        return not seen and not views
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block, and recompute it in the backward pass if one may follow."""

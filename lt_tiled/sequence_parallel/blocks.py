@@ -36,10 +36,6 @@ class BlockScope(Patch):
         self.name = name
         self.mode = door.finds_attention and AttentionMode()
 
-    def compiles(self, module: nn.Module) -> bool:
-        """Return False if a mode must see each operation."""
-        return not self.mode
-
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if shared_pass.get() is None:
             return self.inner(module, *args, **kwargs)

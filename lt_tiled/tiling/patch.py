@@ -136,14 +136,10 @@ class TiledPatch(Tiled, Patch):
     Its ``leader`` is the patch whose tiles it may share: of the MLP, or of the norm before projections.
     """
 
+    order = Order.TILE
     leader: TiledPatch
     compiled_tile: Callable[..., Any] | None = None
     """What runs on a tile with ``Tiling(compile=...)``."""
-
-    @property
-    def order(self) -> Order:  # type: ignore[override]
-        """Compiled code goes past what is on norms, which the compiler fuses anyway, and on the projections behind."""
-        return Order.TILE if self.is_leader and not self.spec.is_lone_norm else Order.NEIGHBOR
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
@@ -307,7 +303,7 @@ class TiledPatch(Tiled, Patch):
 
     def _may_pend(self, module: nn.Module, call: TiledCall, inputs: list[Tensor]) -> bool:
         """Whether the output may be pending, because what follows may take it: see NOTE [Pending]."""
-        if not (self.spec.pends and self.needs.pending and call.differentiable) or self.innermost.compiled:
+        if not (self.spec.pends and self.needs.pending and call.differentiable):
             return False
         # A recompute records nothing, and must run as the forward pass did.
         if call.plan.output is None or has_hooks(module, _NO_USERS) or is_recorded(call.function.inside):
