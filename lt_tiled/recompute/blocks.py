@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ from lt_tiled.recompute.buffers import Buffers
 from lt_tiled.recompute.compare import describe
 from lt_tiled.recompute.keep import Chooses, KeepMode
 from lt_tiled.recompute.mode import Carried, Precision, in_checkpoint, is_backward, is_transformed
-from lt_tiled.recompute.saved import COMPARED, BlockFingerprints, BlockHistory
+from lt_tiled.recompute.saved import COMPARED, BlockFingerprints
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,6 @@ class BlockPatch(Patch):
     """Whether attention functions inside are found by a mode, and not wrapped themselves."""
     raises: bool = True
     """Whether a recompute with other values raises, and does not only warn."""
-    history: BlockHistory = field(default_factory=BlockHistory)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        copy = super().__deepcopy__(memo)
-        assert isinstance(copy, BlockPatch)
-        copy.history = BlockHistory()  # a copy may be changed, and save others
-        return copy
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block, and recompute it in the backward pass if one may follow."""
@@ -127,14 +120,13 @@ class BlockPatch(Patch):
         # 1. All tensors, including those in keywords and tuples, are passed to torch's checkpoint by position: torch
         # saves positional tensors through the saved-tensors hooks, and keeps all others in a closure.
         tensors, call_with = _split(args, kwargs)
-        hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1 and not t.is_nested), None)
         # 2. What the recompute begins with.
-        call = BlockCall(self, module, tensors, hidden)
+        call = BlockCall(self, module, tensors)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def block(*given: Tensor) -> Any:
             inner_args, inner_kwargs = call_with(given)
-            return call.run(partial(self.inner, module, *inner_args, **inner_kwargs))
+            return call.run(partial(self.inner, module, *inner_args, **inner_kwargs), given)
 
         # 3. Inside the block torch's own hooks are on top of the offloader's, so these see the block's inputs alone.
         with nullcontext() if self.offload is None else self.offload.of_inputs(tensors):
@@ -147,7 +139,7 @@ class BlockPatch(Patch):
 class BlockCall:
     """One forward pass of a block, and its recompute: see NOTE [What a recompute finds]. It holds no argument."""
 
-    def __init__(self, patch: BlockPatch, module: nn.Module, tensors: Sequence[Tensor], hidden: Tensor | None) -> None:
+    def __init__(self, patch: BlockPatch, module: nn.Module, tensors: Sequence[Tensor]) -> None:
         self.ran = False
         # Torch ends a recompute by an exception, as soon as it has all that the forward pass saved.
         self.stops_early = torch.utils.checkpoint._enable_checkpoint_early_stop is not False
@@ -155,19 +147,17 @@ class BlockCall:
         self.precision = Precision.now(device)
         self.carried = Carried()
         self.buffers = Buffers(module.modules())
-        self.fingerprints = BlockFingerprints(
-            patch.name, patch.raises, hidden, tensors, self.buffers.ids, patch.history
-        )
+        self.fingerprints = BlockFingerprints(patch.name, patch.raises)
         self.kept: KeepMode | None = None
         if patch.keep is not None:
             self.kept = KeepMode(patch.keep, patch.finds_attention, device, self.fingerprints, patch.offload)
 
-    def run(self, function: Callable[[], Any]) -> Any:
+    def run(self, function: Callable[[], Any], given: Sequence[Tensor]) -> Any:
         """Run the block: its forward pass the first time, and then its recompute."""
         if not self.ran:
             self.ran = True
             with self._keeping():
-                return self.fingerprints.forward(function)
+                return self.fingerprints.forward(function, given)
         with self.buffers.in_place(), self.precision.context(), self.carried.context(), self._keeping():
             output = function()
         if self.stops_early:

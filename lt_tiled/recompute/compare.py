@@ -25,7 +25,6 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -99,45 +98,41 @@ class Sample(NamedTuple):
     """Whether a difference raises, and does not only warn."""
 
 
-class _Samples(list[Sample]):
-    """Those of one backward pass."""
-
-
 class _Verdict:
     """Collects the samples of one backward pass, and reads them at its end: see NOTE [The verdict comes last]."""
 
     def __init__(self) -> None:
-        self.samples = WeakValueDictionary[int, _Samples]()
-        """Of each backward pass that runs: the engine holds its callback, and that the samples."""
+        self.task = -1
+        self.samples: list[Sample] = []
 
     def add(self, sample: Sample) -> None:
         """Compare a sample at the end of the backward pass that runs now."""
         task = torch._C._current_graph_task_id()
-        samples = self.samples.get(task)
-        if samples is None:
-            samples = self.samples[task] = _Samples()
+        if task != self.task:  # each callback reads its own samples, so that another backward pass may run inside
+            self.task = task
+            self.samples = []
+            read = partial(self.read, self.samples)
             engine = torch.autograd.Variable._execution_engine
-            read = partial(self.read, samples)
             engine.queue_callback(lambda: engine.queue_callback(read))
-        samples.append(sample)
+        self.samples.append(sample)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
-    def read(self, samples: Sequence[Sample]) -> None:
+    def read(self, samples: list[Sample]) -> None:
         """Compare all samples of a backward pass.
 
         Raises:
             RuntimeError: If a recompute computed other values than its forward pass.
         """
         # 1. All of one size at once.
-        groups: dict[Any, list[Sample]] = {}
+        groups = defaultdict[Any, list[Sample]](list)
         for sample in samples:
-            key = (len(sample.before), sample.before.dtype, sample.before.device, sample.eps)
-            groups.setdefault(key, []).append(sample)
+            groups[len(sample.before), sample.before.dtype, sample.before.device, sample.eps].append(sample)
         counts: list[Tensor] = []
         for group in groups.values():
             before = torch.stack([sample.before for sample in group])  # [samples, rows]
             now = torch.stack([sample.now for sample in group])
             counts.append(rows_that_differ(before, now, group[0].eps).to(samples[0].now.device))
+        samples.clear()
         # 2. The one read of a step.
         differ: list[tuple[Sample, int]] = []
         for sample, count in zip(chain(*groups.values()), torch.cat(counts).tolist(), strict=True):
@@ -190,28 +185,27 @@ class TileFingerprints:
         self.rows = ROWS // tiles + 1
         self.raises = raises
         self.eps = 0.0 if autocast is None else EPS[autocast]
-        self.outputs = defaultdict[int, list[Tensor]](list)
-        """By the place among what a tile returns, of each tile."""
-        self.weight: list[Tensor] = []
-        """Of a few rows of the last projection's weight: a recompute that leaves the projection out shows no change."""
+        self.taken = defaultdict[int, list[Tensor]](list)
+        """Of each tile, by the place among what it returns; at -1 that of the last projection's weight."""
 
     def take(self, leaves: Iterable[Any]) -> None:
         """Take the fingerprints of what a tile returns."""
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.dtype in EPS and leaf.numel():
                 self.eps = max(self.eps, EPS[leaf.dtype])
-                self.outputs[place].append(fingerprint(leaf, self.rows))
+                self.taken[place].append(fingerprint(leaf, self.rows))
 
     def take_weight(self, weight: Tensor) -> None:
-        """Take that of the weight of the last projection."""
-        if weight.dtype in EPS:
-            self.weight = [fingerprint(weight, FEW_ROWS)]
+        """Take that of the last projection's weight, once: what the recompute leaves out shows no change."""
+        if weight.dtype in EPS and -1 not in self.taken:
+            self.taken[-1] = [fingerprint(weight, FEW_ROWS)]
 
     def compare(self, now: TileFingerprints, remedy: str = "lt_tiled.untile() it") -> None:
         """Compare them with those of the recompute, at the end of the backward pass; the remedy is for messages."""
-        pairs = [(before, now.outputs[place]) for place, before in self.outputs.items()]
-        for before, after in (*pairs, (self.weight, now.weight)):
-            if before:
-                first = torch.cat(before)
-                second = torch.cat(after) if len(before) == len(after) else torch.full_like(first, torch.nan)
-                VERDICT.add(Sample(self.name, remedy, now.eps, first, second, self.raises))
+        for place, tiles in self.taken.items():
+            before = torch.cat(tiles)
+            recomputed = now.taken[place]
+            after = torch.full_like(before, torch.nan)
+            if len(recomputed) == len(tiles):
+                after = torch.cat(recomputed)
+            VERDICT.add(Sample(self.name, remedy, now.eps, before, after, self.raises))

@@ -147,7 +147,10 @@ class KeepMode(TorchDispatchMode):
 
     def _compare(self, place: Any, arguments: Any) -> None:
         for index, leaf in enumerate(tree_leaves(arguments)):
-            self.fingerprints.argument((place, index), leaf)
+            if self._recorded:
+                self.fingerprints.compare((place, index), leaf)
+            elif isinstance(leaf, Tensor):
+                self.fingerprints.take((place, index), leaf)
 
     def _pack(self, output: Any, draws: bool) -> KeptOutput:
         leaves, form = tree_flatten(output)

@@ -1,21 +1,21 @@
 """The tensors that a block saves in its forward pass and in its recompute, compared by their fingerprints.
 
 NOTE [What a block saves]
-Whatever a gradient depends on is saved, or computed from what is saved. So these tensors have a fingerprint: those on
-which the block's outputs depend through no other saved tensor, because the last one of each branch shows what was
-computed before it; and one in turn, another one in each call, for branches that end in no output. They are found in the
-graph of the outputs. What operators keep for the recompute is equal in both passes: their arguments are compared.
+Whatever a gradient depends on is saved, or computed from what is saved. The last tensor that is saved on a branch shows
+what was computed before it. So those tensors are compared on which the block's outputs depend through no other saved
+tensor: they are found in the graph of the outputs. What operators keep for the recompute is equal in both passes: their
+arguments are compared.
 
-All are looked at when the forward pass ends, because kernels may write to a tensor after autograd saved it: RReLU to
-its noise, batch norm to its statistics. Until then they are held: in a block's first call all that it saves, and then
-those at the same places. A block that saves another number of tensors, as experts may, holds all in each call.
+The forward pass holds all of them, as the recompute does, and looks at them when it ends, because kernels may write to
+a tensor after autograd saved it: RReLU to its noise, batch norm to its statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,123 +25,95 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from lt_tiled.recompute.compare import EPS, FEW_ROWS, ROWS, VERDICT, Sample, describe, fingerprint
+from lt_tiled.recompute.compare import EPS, ROWS, VERDICT, Sample, describe, fingerprint
 from lt_tiled.recompute.mode import PLAIN_TENSORS, hidden_from_checkpoints, is_backward
 
 MOST_ENDS = 8
-"""So many of the tensors on which outputs depend are compared, the last ones."""
-FEWER_ROWS = 256
-"""The most rows that are compared of a tensor in turn, and of what a kept operator is given."""
+"""So many of the tensors on which outputs depend are compared; of many experts, others in each call."""
 MOST_NODES = 200
 """So many nodes of the graph are looked at."""
 
 
-@dataclass
-class BlockHistory:
-    """What is known of the calls of a block so far."""
-
-    calls: int = 0
-    saved: int = 0
-    """How many tensors each of them saved; 0 if that is not known, -1 if it varies."""
-    ends: Collection[int] = ()
-    """The places of those on which its outputs depend."""
-
-
 class BlockFingerprints:
-    """The fingerprints of what a block saves in one forward pass: see NOTE [What a block saves].
+    """The fingerprints of one forward pass of a block, and their comparison: see NOTE [What a block saves].
 
     Args:
         name: The block's name in messages.
         raises: Whether a difference raises, and does not only warn.
-        hidden: The block's hidden states ``[..., tokens, hidden]``.
-        inputs: The tensors that the block is given.
-        buffers: The ids of its buffers that are put back, and change between calls.
-        history: Of the block's calls.
     """
 
-    def __init__(
-        self,
-        name: str,
-        raises: bool,
-        hidden: Tensor | None,
-        inputs: Sequence[Tensor],
-        buffers: Collection[int],
-        history: BlockHistory,
-    ) -> None:
+    def __init__(self, name: str, raises: bool) -> None:
         self.name = name
         self.raises = raises
-        self.buffers = buffers
-        self.history = history
         self.task = torch._C._current_graph_task_id()
         """The backward pass in which the forward pass runs, if it is part of another recompute."""
-        self.tokens: tuple[int, ...] = ()
-        if hidden is not None:
-            self.tokens = (hidden.shape[-2], hidden.shape[:-1].numel())
-        self.fingerprints: dict[Any, Tensor] = {}
+        self.taken: dict[Any, Tensor] = {}
         """By the place of a tensor among those that the block saves; of arguments, by the operator's call."""
         self.eps = 0.0
-        """The unit in the last place of the least precise of them."""
-        self._saved = 0
-        self._dtypes: set[torch.dtype] = set()
-        self._ends: Collection[int] | None = None
-        """The places of the tensors that are held, if they are known."""
-        self._turn = -1
-        if history.saved > 0:
-            self._ends = history.ends
-            self._turn = history.calls % history.saved
-        self._in_turn: tuple[int, Tensor] | None = None
-        self._edges = {(tensor.grad_fn, tensor.output_nr): -1 for tensor in inputs}
-        """The places of saved tensors by the edges of the graph that lead to them; -1 for inputs."""
-        self._others: dict[int, list[int]] = {}
-        """The places of saved tensors without a graph, by the number of the node that saved them."""
-        self._held: dict[int, Tensor] = {}
-        """The saved tensors by place, until the forward pass ends."""
+        """The unit in the last place of the least precise tensor that is saved."""
 
-    def forward(self, function: Callable[[], Any]) -> Any:
-        """Run the forward pass, and look at what it saves."""
-        token = _current.set(self)
+    def forward(self, function: Callable[[], Any], inputs: Sequence[Tensor]) -> Any:
+        """Run the forward pass on these tensors, and look at what it saves."""
+        saved = _SavedTensors(self, inputs)
+        token = _current.set(saved)
         try:
             output = function()
-            with hidden_from_checkpoints():
-                self._look(output)
         finally:
             _current.reset(token)
-            # Also if the step ended: torch's record of the block refers to this.
-            self._edges.clear()
-            self._others.clear()
-            self._held.clear()
-            self._in_turn = None
+        self.eps = max([EPS.get(tensor.dtype, 0.0) for tensor in saved.tensors], default=0.0)
+        for place in saved.find_ends(output):
+            self.take(place, saved.tensors[place])
         return output
 
-    def _look(self, output: Any) -> None:
-        """Take the fingerprints of the tensors on which the outputs depend, and of that which has its turn."""
-        history = self.history
-        self.eps = max((EPS.get(dtype, 0.0) for dtype in self._dtypes), default=0.0)
-        # 1. Their places, unless they are known.
-        if self._ends is None:
-            history.ends = self._ends = self._find_ends(output) or list(self._held)[-MOST_ENDS:]
-            self._turn = history.calls % max(self._saved, 1)
-        # 2. Another number of tensors than in the calls before.
-        history.saved = self._saved if history.saved in (0, self._saved) else -1
-        history.calls += 1
-        # 3. Their fingerprints.
-        for place in {*self._ends, self._turn} & self._held.keys():
-            self._take(place, self._held[place])
-        if self._in_turn is not None:
-            self._take(*self._in_turn)
+    def take(self, place: Any, tensor: Tensor) -> None:
+        """Take the fingerprint of a tensor that has values."""
+        if _has_values(tensor):
+            with hidden_from_checkpoints():
+                self.taken[place] = fingerprint(_plain(tensor), ROWS)
 
-    def _take(self, place: int, tensor: Tensor) -> None:
-        if _has_values(tensor) and not self._is_padded(tensor):
-            self.fingerprints[place] = self._fingerprint(place, tensor)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
+    def compare(self, place: Any, tensor: Any) -> None:
+        """Compare what the recompute has at this place, if the forward pass looked at it."""
+        before = self.taken.get(place)
+        if before is None or not is_backward():
+            return
+        now = torch.full_like(before, torch.nan)
+        eps = 0.0
+        if isinstance(tensor, Tensor):
+            if not _has_values(tensor):
+                return
+            with hidden_from_checkpoints():
+                found = fingerprint(_plain(tensor), ROWS)
+            if found.shape == before.shape:
+                now = found
+            if tensor.is_floating_point() or tensor.is_complex():
+                eps = self.eps
+        VERDICT.add(Sample(self.name, "name other blocks in ActivationCheckpointing", eps, before, now, self.raises))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _take_in_turn(self, place: int, tensor: Tensor) -> None:
-        """Take the fingerprint of the tensor that has its turn, when the next one is saved, and hold it no longer."""
-        self._in_turn = None
-        with hidden_from_checkpoints():
-            self._take(place, tensor)
 
-    def _find_ends(self, output: Any) -> list[int]:
+class _SavedTensors:
+    """The tensors that a forward pass has saved so far, and where its graph leads to them."""
+
+    def __init__(self, of: BlockFingerprints, inputs: Sequence[Tensor]) -> None:
+        self.of = of
+        self.tensors: list[Tensor] = []
+        self._edges = {(tensor.grad_fn, tensor.output_nr): -1 for tensor in inputs}
+        """The places of saved tensors by the edges of the graph that lead to them; -1 for inputs."""
+        self._others = defaultdict[int, list[int]](list)
+        """The places of saved tensors without a graph, by the number of the node that saved them."""
+
+    @skip
+    def add(self, tensor: Tensor) -> _Saved:
+        """Hold a tensor, and return its metadata."""
+        place = len(self.tensors)
+        self.tensors.append(tensor)
+        if tensor.grad_fn is not None:
+            self._edges.setdefault((tensor.grad_fn, tensor.output_nr), place)
+        else:
+            self._others[torch._C._autograd._get_sequence_nr() - 1].append(place)
+        return _Saved(tensor.shape, tensor.dtype, place, self.of)
+
+    def find_ends(self, output: Any) -> list[int]:
         """Return the places of the tensors that the outputs depend on through no other saved tensor."""
         waiting: list[tuple[Any, int]] = []
         for leaf in tree_leaves(output):
@@ -162,76 +134,12 @@ class BlockFingerprints:
             node = edge[0]
             ends.update(self._others.get(node._sequence_nr(), ()))
             waiting.extend(node.next_functions)
-        return sorted(ends - {-1})[-MOST_ENDS:]
-
-    @skip
-    def save(self, tensor: Tensor) -> _Saved:
-        """Hold a tensor until the forward pass ends, and return its metadata."""
-        place = self._saved
-        self._saved += 1
-        self._dtypes.add(tensor.dtype)
-        if self._in_turn is not None and self._in_turn[1].dim() > 1:  # a vector may be statistics: see above
-            self._take_in_turn(*self._in_turn)
-        if self._ends is not None and place == self._turn and self._is_plain(tensor):
-            self._in_turn = (place, tensor)
-        if (self._ends is None or place in self._ends) and self._is_plain(tensor):
-            self._held[place] = tensor
-            if tensor.grad_fn is not None:
-                self._edges.setdefault((tensor.grad_fn, tensor.output_nr), place)
-            else:
-                self._others.setdefault(torch._C._autograd._get_sequence_nr() - 1, []).append(place)
-        return _Saved(tensor.shape, tensor.dtype, place, self)
-
-    @skip
-    def _is_plain(self, tensor: Tensor) -> bool:
-        plain = _plain(tensor)
-        return type(plain) in PLAIN_TENSORS and plain.layout is torch.strided and id(tensor) not in self.buffers
-
-    def _is_padded(self, tensor: Tensor) -> bool:
-        """Whether it may be attention's sums of exponentials, ``[B, heads, S]``, with padding that nobody fills."""
-        if not self.tokens or tensor.dim() != 3 or tensor.shape[-2] in self.tokens:
-            return False
-        return 0 < tensor.shape[-1] - self.tokens[0] < 32
-
-    def _fingerprint(self, place: Any, tensor: Tensor) -> Tensor:
-        plain = _plain(tensor)
-        most = FEWER_ROWS
-        if plain.numel() > ROWS and plain.dim() == 2 and plain.shape[0] not in self.tokens:  # a weight
-            most = FEW_ROWS
-        elif self._ends is not None and place in self._ends:
-            most = ROWS
-        return fingerprint(plain, most)
-
-    def argument(self, call: Any, argument: Any) -> None:
-        """Look at an argument of an operator whose output is kept; in the recompute, compare it."""
-        before = self.fingerprints.get(call)
-        is_plain = isinstance(argument, Tensor) and self._is_plain(argument) and _has_values(argument)
-        if before is not None:
-            self.compare(call, argument if is_plain else None)
-        elif is_plain:
-            with hidden_from_checkpoints():
-                self.fingerprints[call] = self._fingerprint(call, argument)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
-    def compare(self, place: Any, tensor: Tensor | None) -> None:
-        """Compare a tensor of the recompute at the end of the backward pass."""
-        if not is_backward() or (tensor is not None and not _has_values(tensor)):
-            return
-        before = self.fingerprints[place]
-        now = torch.full_like(before, torch.nan)
-        eps = 0.0
-        if tensor is not None:
-            with hidden_from_checkpoints():
-                found = self._fingerprint(place, tensor)
-            if found.shape == before.shape:
-                now = found
-            if tensor.is_floating_point() or tensor.is_complex():
-                eps = self.eps
-        remedy = "name other blocks in ActivationCheckpointing"
-        VERDICT.add(Sample(self.name, remedy, eps, before, now, self.raises))
+        places = sorted(ends - {-1})
+        return _random.sample(places, min(len(places), MOST_ENDS))
 
 
-_current: ContextVar[BlockFingerprints | None] = ContextVar("fingerprints", default=None)
+_random = random.Random(0)
+_current: ContextVar[_SavedTensors | None] = ContextVar("saved", default=None)
 
 
 class _Saved(NamedTuple):
@@ -248,8 +156,7 @@ class _Saved(NamedTuple):
         if recomputed.shape != self.shape or recomputed.dtype != self.dtype:
             difference = f"{_describe(recomputed)}, not {_describe(self)}"
             raise RuntimeError(f"{describe(self.of.name, difference)}.")
-        if self.place in self.of.fingerprints:
-            self.of.compare(self.place, recomputed)
+        self.of.compare(self.place, recomputed)
         return False
 
 
@@ -257,7 +164,6 @@ def _describe(tensor: Tensor | _Saved) -> str:
     return f"{list(tensor.shape)} {tensor.dtype}"
 
 
-@skip
 def _plain(tensor: Tensor) -> Tensor:
     """Return what holds the values of a tensor: the part on this rank, or the values of a nested one."""
     plain: Any = tensor
@@ -268,18 +174,20 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Return False for an empty tensor, one of a simulation, and a weight that its engine has released."""
+    """Return False for an empty, sparse or simulated tensor, and for a weight that its engine has released."""
     plain = _plain(tensor)
+    if type(plain) not in PLAIN_TENSORS or plain.layout is not torch.strided:
+        return False
     return plain.numel() > 0 and not plain.is_meta and plain.untyped_storage().nbytes() > 0
 
 
 @skip
 def _metadata(tensor: Tensor) -> Any:
     # A forward pass may differentiate blocks that ran before: what they recompute is not of this one.
-    block = _current.get()
-    if block is None or block.task != torch._C._current_graph_task_id():
+    saved = _current.get()
+    if saved is None or saved.of.task != torch._C._current_graph_task_id():
         return tensor
-    return block.save(tensor)
+    return saved.add(tensor)
 
 
 COMPARED = "lt_tiled"

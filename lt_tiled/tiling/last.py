@@ -79,8 +79,7 @@ class LastProjection:
             self._version = input._version
             if self.prints is not None:
                 self.prints.take([self._input])
-                if not self.prints.weight:  # what is left out does not show its change
-                    self.prints.take_weight(self.linear.weight)
+                self.prints.take_weight(self.linear.weight)
             if self.sums is not None:
                 self._edge = get_gradient_edge(input) if input.requires_grad else None
                 self._output = self._without_values(input)

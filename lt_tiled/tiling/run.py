@@ -262,7 +262,7 @@ class Recompute:
                 roots = self.last.roots(gradients[0])
         elif self.trace.prints is not None and self.prints is not None:
             # Refused at the end, also with compare="warn": what the projection left out has no gradient.
-            self.prints.outputs.clear()
+            self.prints.taken.clear()
             self.trace.prints.raises = True
         return roots
 

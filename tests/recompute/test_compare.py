@@ -155,5 +155,4 @@ def test_a_backward_pass_that_fails() -> None:
     module.act = torch.sin
     with pytest.raises(ArithmeticError):
         y.sum().backward()
-    assert not VERDICT.samples
     module(x).sum().backward()
