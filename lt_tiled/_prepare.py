@@ -15,7 +15,7 @@ from lt_tiled.engines.found import Engine
 from lt_tiled.engines.zero import patch_leaves, restore_leaves
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, patch_losses
-from lt_tiled.modules.cache import patch_models
+from lt_tiled.modules.cache import leave_out_caches
 from lt_tiled.modules.feed_forward import Tileable
 from lt_tiled.modules.patch import get_patch, patch_until, remove_patches
 from lt_tiled.modules.targets import find_tileable
@@ -192,7 +192,7 @@ class Prepared(AbstractContextManager["Prepared"]):
             offload = None if self.offloader is None else BlockOffload(self.offloader, path, self.model)
             patch = BlockPatch(name, offload, keep, block in need_mode, policy.compare == "raise")
             patch_until(undo, block, patch)
-        patch_models(self.model, undo)
+        leave_out_caches(self.model, undo)
 
     def report(self) -> Report:
         """Return what is tiled and what is recomputed, and the number of tiles of the largest call so far."""

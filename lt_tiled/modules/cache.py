@@ -1,7 +1,4 @@
-"""Calls of transformers' models: their arguments, their loss function, and the key-value caches of a recompute.
-
-In training with activation checkpointing, caches that nobody asks for are not made.
-"""
+"""Calls of transformers' models: their arguments, their loss function, and the key-value caches of a recompute."""
 
 from __future__ import annotations
 
@@ -14,37 +11,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from lt_tiled._log import inform
 from lt_tiled.modules.find import has_class, walk_all
-from lt_tiled.modules.patch import Order, Patch, get_patch, patch_until
+from lt_tiled.modules.patch import without_compiler
 
 
-class CachePatch(Patch):
-    """On each model of transformers, of which any may be called first.
+def leave_out_caches(model: nn.Module, undo: ExitStack) -> None:
+    """Let the models of transformers in a model make no key-value cache in training, until ``undo`` is closed.
 
-    Models make a cache by default, also in training, where nobody reads it and it would hold the keys and values of all
-    layers. As with transformers' own gradient checkpointing they make none in training and where gradients are on.
+    They make one by default, which nobody reads in training and which would hold the keys and values of all layers. As
+    with transformers' own gradient checkpointing they make none. Any of them may be called first.
     """
-
-    order = Order.CALLER
-
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        function = type(module).forward
-        given = by_name(function, args, kwargs)
-        undecided = given.get("use_cache") is None and not has_cache(given)
-        trains = torch.is_grad_enabled() or module.training or given.get("labels") is not None
-        if undecided and trains and "use_cache" in argument_names(function)[len(args) :]:
-            kind = type(module).__name__
-            inform(f"{kind} makes no key-value cache in training and while gradients are on", once=f"cache {kind}")
-            kwargs = kwargs | {"use_cache": False}
-        return self.inner(module, *args, **kwargs)
-
-
-def patch_models(model: nn.Module, undo: ExitStack) -> None:
-    """Let the models of transformers in a model make no unread cache, until ``undo`` is closed."""
     for _, module in walk_all(model):
-        if has_class(module, ("PreTrainedModel",)) and get_patch(module, CachePatch) is None:
-            patch_until(undo, module, CachePatch())
+        if has_class(module, ("PreTrainedModel",)):
+            undo.callback(module.register_forward_pre_hook(_leave_out_cache, with_kwargs=True).remove)
+
+
+@without_compiler
+def _leave_out_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Set ``use_cache=False`` unless the caller decides, or wants neither gradients nor a loss."""
+    function = type(module).forward
+    given = by_name(function, args, kwargs)
+    decided = given.get("use_cache") is not None or has_cache(given)
+    trains = torch.is_grad_enabled() or module.training or given.get("labels") is not None
+    if decided or not trains or "use_cache" not in argument_names(function)[len(args) :]:
+        return None
+    return args, kwargs | {"use_cache": False}
 
 
 @cache

@@ -4,8 +4,8 @@ NOTE [The order of patches]
 Several patches may change one method, which is mostly ``forward``. They run in the order of :class:`Order`, whichever
 was set first, and the innermost one calls the module's own method. In place of the method there is one bound method of
 the same name, which reaches the patches through ``self``. So ``copy.deepcopy`` rebinds it to the copy, a pickled module
-loads as a plain one, and keys, class and hooks stay. Where other code puts a method of its own above ours, patches that
-are set later run above theirs.
+loads as a plain one, and keys, class and hooks stay. Where other code later puts a method of its own above ours, all
+patches run where it calls ours.
 
 NOTE [Compiled modules]
 In compiled code, patched methods run uncompiled, with all that they call: patches are Python with side effects.
@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from enum import IntEnum, auto
-from functools import cache, partial
+from functools import partial
 from inspect import signature
-from itertools import count
 from types import MethodType
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -31,6 +30,8 @@ from lt_tiled._log import inform
 PatchType = TypeVar("PatchType", bound="Patch")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_PLACE = "_lt_tiled_"
+"""With the name of a method: the attribute of a module that holds the outermost patch of that method."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes of a module that hold its hooks."""
 
@@ -91,16 +92,6 @@ class Patch:
             return partial(self.below, module)
         return self.below or MethodType(getattr(type(module), self.method), module)
 
-    @property
-    def innermost(self) -> Patch:
-        """The last patch of the method, which calls the module's own code."""
-        return self.below.innermost if isinstance(self.below, Patch) else self
-
-    @property
-    def replaced(self) -> Callable[..., Any] | None:
-        """The method that was set on the instance before the patches, if there was one."""
-        return cast("Callable[..., Any] | None", self.innermost.below)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         memo[id(self)] = copy = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__, below=deepcopy(self.below, memo))
@@ -113,38 +104,41 @@ class Patch:
 def set_patch(module: nn.Module, patch: Patch, method: str = "forward") -> None:
     """Let a patch run in its place among the patches of a method."""
     patch.method = method
-    current = module.__dict__.get(method)
-    place = _place(current)
-    if place is None:
-        # One more place if other code replaced the method since: its method runs below the new patches.
-        place = next(p for n in count() if (p := f"_lt_tiled_{n}_{method}") not in module.__dict__)
-        module.__dict__[place] = current
-        changed = getattr(current, "__func__", getattr(type(module), method))
-        module.__dict__[method] = MethodType(_dispatcher(place, method, changed), module)
-    above, below = None, module.__dict__[place]
-    while isinstance(below, Patch) and below.order < patch.order:
-        above, below = below, below.below
-    patch.below = below
-    if above is None:
-        module.__dict__[place] = patch
-    else:
-        above.below = patch
+    place = _PLACE + method
+    if module.__dict__.get(place) is None:
+        replaced = module.__dict__.get(method)
+        changed = getattr(replaced, "__func__", getattr(type(module), method))
+        module.__dict__[place] = replaced
+        module.__dict__[method] = MethodType(_dispatcher(method, changed), module)
+    _store(module, method, [*_chain(module.__dict__[place]), patch])
 
 
 def remove_patch(module: nn.Module, patch: Patch) -> None:
     """Remove a patch. With the last one of a method the method is restored, unless other code was put above."""
-    for place, value in list(module.__dict__.items()):
-        if value is patch:
-            module.__dict__[place] = patch.below
-        for other in _chain(value):
-            if other.below is patch:
-                other.below = patch.below
-    last = _place(module.__dict__.get(patch.method))
-    if last is not None and not isinstance(module.__dict__[last], Patch):
-        replaced = module.__dict__.pop(last)
-        del module.__dict__[patch.method]
-        if replaced is not None:
-            module.__dict__[patch.method] = replaced
+    method = patch.method
+    place = _PLACE + method
+    _store(module, method, [other for other in _chain(module.__dict__[place]) if other is not patch])
+    own = module.__dict__[place]
+    if isinstance(own, Patch):
+        return
+    if is_of(module.__dict__.get(method), (__name__,)):
+        del module.__dict__[place], module.__dict__[method]
+        if own is not None:
+            module.__dict__[method] = own
+    else:
+        # What was put above calls it still, and patches that are set later run in its place.
+        module.__dict__[place] = own or MethodType(getattr(type(module), method), module)
+
+
+def _store(module: nn.Module, method: str, patches: Sequence[Patch]) -> None:
+    """Chain the patches of a method in their order. Of two equal ones the later one is outside."""
+    below = module.__dict__[_PLACE + method]
+    while isinstance(below, Patch):
+        below = below.below
+    for patch in sorted(patches, key=lambda patch: patch.order, reverse=True):
+        patch.below = below
+        below = patch
+    module.__dict__[_PLACE + method] = below
 
 
 def remove_patches(model: nn.Module, owner: object) -> None:
@@ -190,16 +184,6 @@ def roots(module: nn.Module, parts: Sequence[str] | None) -> tuple[nn.Module, ..
     return (module,) if parts is None else tuple(module.get_submodule(path) for path in parts)
 
 
-def is_patched(method: Any) -> bool:
-    """Whether a value is what :func:`set_patch` puts in place of a method."""
-    return _place(method) is not None
-
-
-def _place(method: Any) -> str | None:
-    """Return the attribute of a module with the patches that a method runs, if it runs any."""
-    return getattr(method.__func__, "__dict__", {}).get("_lt_tiled_place") if type(method) is MethodType else None
-
-
 def _chain(value: Any) -> Iterator[Patch]:
     """Yield the patches of a method, beginning with this one if it is one."""
     while isinstance(value, Patch):
@@ -207,27 +191,26 @@ def _chain(value: Any) -> Iterator[Patch]:
         value = value.below
 
 
-@cache
-def _dispatcher(place: str, name: str, changed: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that runs the patches in an attribute of a module: one for all modules of a class.
+def _dispatcher(name: str, changed: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that runs the patches of a method.
 
     Its name is what pickle looks up on the class. It has the signature of the method that is changed, from which
     transformers reads the arguments.
     """
 
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        below = self.__dict__[place]
-        if not isinstance(below, Patch):
-            own = below or MethodType(getattr(type(self), name), self)
-            return own(*args, **kwargs)
-        if torch.compiler.is_exporting():  # the module's own code
-            return below.innermost.inner(self, *args, **kwargs)
-        return _run(torch.compiler.is_compiling(), below, self, args, kwargs)
+        below = self.__dict__[_PLACE + name]
+        exporting = torch.compiler.is_exporting()
+        while exporting and isinstance(below, Patch):  # torch.export sees the module's own code
+            below = below.below
+        if isinstance(below, Patch):
+            return _run(torch.compiler.is_compiling(), below, self, args, kwargs)
+        own = below or MethodType(getattr(type(self), name), self)
+        return own(*args, **kwargs)
 
-    function: Callable[..., Any] = method
-    function.__name__ = name
-    function.__dict__.update(_lt_tiled_place=place, __signature__=signature(changed))
-    return function
+    method.__name__ = name
+    method.__signature__ = signature(changed)  # type: ignore[attr-defined]
+    return method
 
 
 @partial(torch.compiler.disable, reason="lt_tiled runs the module in its own way: see docs/models.md")

@@ -12,7 +12,7 @@ from torch import nn
 
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
-from lt_tiled.modules.cache import patch_models
+from lt_tiled.modules.cache import leave_out_caches
 from lt_tiled.modules.find import find_named, has_class, has_forward, outermost, walk_all
 from lt_tiled.modules.patch import get_patch, patch_until
 from lt_tiled.policies import SequenceParallel
@@ -50,7 +50,7 @@ def enable(door: Door, undo: ExitStack) -> None:
         patch_until(undo, part, RotaryPatch())
     # 3. The model that calls them.
     if caller is not None:
-        patch_models(caller, undo)
+        leave_out_caches(caller, undo)
         decoder: Any = getattr(caller, "base_model", None)  # the model itself if it has no head
         if decoder is not None and decoder is not caller:
             patch_until(undo, decoder, DecoderPatch())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
-from lt_tiled.modules.patch import is_patched
 from lt_tiled.recompute.mode import PLAIN_TENSORS, version_of
 from lt_tiled.tiling.call import TiledCall
 
@@ -48,7 +48,7 @@ def _own(part: nn.Module) -> dict[str, Any]:
     """Return weights, buffers and training mode of a module, and the attributes that its code or a user set."""
     own: dict[str, Any] = {}
     for name, value in part.__dict__.items():
-        if name not in _OF_TORCH and not name.startswith("_lt_tiled") and not is_patched(value):
+        if name not in _OF_TORCH and not name.startswith("_lt_tiled") and not isinstance(value, MethodType):
             # The dictionaries of ZeRO-3 are no containers for pytree, and have functions of their own.
             own[name] = dict(value.items()) if name == "_parameters" else value
     return own

@@ -212,7 +212,7 @@ class TiledPatch(Tiled, Patch):
             # Inductor's own random numbers would differ between the forward pass and the recompute.
             self.compiled_tile = torch._inductor.config.patch(fallback_random=True)(run)
         below = self.compiled_tile or below
-        if type(module) is nn.Linear and self.replaced is None:
+        if type(module) is nn.Linear and self.below is None:
             below = partial(_run_linear, module, below)
         return TileFunction.of(below, roots(module, self.spec.parts), id(self), whole=self.spec.parts is None)
 
