@@ -1,9 +1,8 @@
-"""Offloaders to disk, waiting for what their threads do, and system calls that fail."""
+"""Waiting for what the threads of an offloader do, and system calls that fail."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 from torch import Tensor
 
 from lt_tiled import ActivationCheckpointing, OffloadError
@@ -61,36 +59,16 @@ def unused(offloader: Offloader) -> bool:
     return within_limit(empty)
 
 
-def hold_writes(offloader: Offloader, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Return an event that says that a write runs, and one that lets it and those after it go on."""
-    running, gate, write = threading.Event(), threading.Event(), offloader.disk._write
-    monkeypatch.setattr(offloader.disk, "_write", lambda *a: (running.set(), gate.wait(LIMIT), write(*a)))
-    return running, gate
-
-
-# Making the n-th call of a system function fail, for n = 1, 2, 3, ... until nothing fails any more
-
 Fault = Callable[..., Any]
 
 
 def fail(code: int) -> Fault:
     """A call that fails with an error number."""
 
-    def call(real: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(real: Any, *args: Any) -> Any:
         raise OSError(code, os.strerror(code))
 
     return call
-
-
-def short(real: Any, file: int, buffers: list[memoryview], offset: int) -> int:
-    """A read or write that moves half of what it was asked to, but at least a page."""
-    half = max(len(buffers[0]) // 2 // 4096 * 4096, 1)
-    return real(file, [buffers[0][:half]], offset)
-
-
-def nothing(real: Any, *args: Any, **kwargs: Any) -> int:
-    """A read or write that moves nothing."""
-    return 0
 
 
 @contextmanager
@@ -98,9 +76,9 @@ def nth_call(function: str, n: int, fault: Fault) -> Iterator[list[int]]:
     """Let the n-th call of ``os.function`` meet the fault; the list holds how many calls there were."""
     real, calls = getattr(os, function), [0]
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any) -> Any:
         calls[0] += 1
-        return fault(real, *args, **kwargs) if calls[0] == n else real(*args, **kwargs)
+        return fault(real, *args) if calls[0] == n else real(*args)
 
     with patch.object(os, function, call):
         yield calls

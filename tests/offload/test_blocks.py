@@ -7,7 +7,6 @@ import gc
 import itertools
 import os
 import threading
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from tests.offload.offloaders import fail, nth_call, unused, within_limit
 from tests.parity import randn
 
 IDS = torch.arange(2 * 24).view(2, 24) % 32
+policy = ActivationCheckpointing
 
 TIERS: list[dict[str, Any]] = [
     {"offload": "disk"},
@@ -34,10 +34,6 @@ TIERS: list[dict[str, Any]] = [
     {"offload": "disk", "prefetch": 3, "keep_last": 0},
     {"offload": "disk", "keep_last": 5, "direct_io": False},
 ]
-
-
-def policy(**fields: Any) -> ActivationCheckpointing:
-    return ActivationCheckpointing(**fields)
 
 
 def packed_in(prepared: Prepared) -> list[tuple[str, tuple[int, ...]]]:
@@ -74,7 +70,7 @@ def train(checkpointing: ActivationCheckpointing, device: str) -> tuple[list[flo
 
 @cache
 def without(device: str) -> tuple[list[float], list[Tensor]]:
-    return train(ActivationCheckpointing(), device)[:2]
+    return train(policy(), device)[:2]
 
 
 @pytest.mark.table("cpu-.*|second-.*4096.*")
@@ -87,6 +83,8 @@ def test_bit_identical(fields: dict[str, Any], device: str) -> None:
     offloaded, offloaded_weights, prepared = train(policy(**fields), device)
     assert offloaded == losses
     assert all(torch.equal(a, b) for a, b in zip(weights, offloaded_weights, strict=True))
+    if device == "cuda" and fields["offload"] == "cpu":
+        assert all(piece.is_pinned() for pieces in prepared.offloader.cpu._free.values() for piece in pieces)
     stats = prepared.offloader.stats
     leaves = fields.get("keep_last") != 5  # of five blocks
     assert (stats.cpu_bytes + stats.disk_bytes > 0) == leaves
@@ -151,57 +149,48 @@ def test_memory_is_flat_in_the_number_of_blocks() -> None:
         assert peak(count) - one <= (keep_last + in_flight + prefetched) * x.nbytes + fingerprints
 
 
-Graph = Callable[[nn.Sequential, Tensor], list[Tensor]]
-
-
-def part_of_a_graph(model: nn.Sequential, x: Tensor) -> list[Tensor]:
+def gradients_of_any_graphs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
+    """Gradients of a part of a graph, of a block that runs three times as shared layers do, and of graphs that are used
+    twice, dropped or overlap in time.
+    """
     inner = model[:2](x)
     out = model[2:](inner).square().sum()
-    (first,) = torch.autograd.grad(out, inner, retain_graph=True)
-    return [first, *torch.autograd.grad(out, [x, model[0].mlp.up.weight])]
-
-
-def one_block_three_times(model: nn.Sequential, x: Tensor) -> list[Tensor]:
-    block = model[0]
-    return list(torch.autograd.grad(block(block(block(x))).square().sum(), x))
-
-
-def overlapping_graphs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
+    found = [*torch.autograd.grad(out, inner, retain_graph=True)]
+    found += torch.autograd.grad(out, [x, model[0].mlp.up.weight])
+    found += torch.autograd.grad(model[0](model[0](model[0](x))).square().sum(), x)
     dropped, first = model(x * 3), model(x).square().sum()
     second = model(x * 2).square().sum()
     del dropped
-    twice = [torch.autograd.grad(first, x, retain_graph=True)[0] for _ in range(2)]
-    return [*twice, *torch.autograd.grad(second, x)]
+    for out in (first, first, second):
+        found += torch.autograd.grad(out, x, retain_graph=True)
+    return found
 
 
-@pytest.mark.parametrize("gradients", [part_of_a_graph, one_block_three_times, overlapping_graphs])
-def test_graphs_of_any_use(gradients: Graph) -> None:
-    """Gradients of a part of a graph, of a block that runs several times as shared layers do, and of graphs that are
-    used twice, dropped or overlap in time, are bit for bit those without offloading.
-    """
+def test_graphs_of_any_use() -> None:
+    """However graphs are used, their gradients are bit for bit those without offloading."""
     model, x = nn.Sequential(*(Block() for _ in range(4))), randn(1, 16, H)
     with prepare(model, activation_checkpointing=True):
-        plain = gradients(model, x)
+        plain = gradients_of_any_graphs(model, x)
     with prepare(model, activation_checkpointing=policy(offload="disk", keep_last=0)):
-        assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), plain, strict=True))
+        found = gradients_of_any_graphs(model, x)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
 @pytest.mark.parametrize("keep", [None, "attention"])
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
 @pytest.mark.parametrize(
-    ("kind", "moment"),
-    [(ArithmeticError, "forward"), (ArithmeticError, "backward"), (KeyboardInterrupt, "backward")],
+    ("kind", "fails_at"), [(ArithmeticError, 3), (ArithmeticError, 6), (KeyboardInterrupt, 6)], ids=str
 )
 def test_failed_steps_leave_nothing(
-    keep: Any, offload: Any, kind: type[BaseException], moment: str, monkeypatch: pytest.MonkeyPatch
+    keep: Any, offload: Any, kind: type[BaseException], fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a step offloaded, or kept for its recompute, goes with its graph when the step ends in an exception, in
-    either pass: 11 failed steps hold what 3 do, in memory and in the file, and the next step is right.
+    """What a step offloaded, or kept for its recompute, goes with its graph when the step ends in an exception, in the
+    third of four blocks of the forward pass or in the backward pass: 11 failed steps hold what 3 do, in memory and in
+    the file, and the next step is right.
     """
     monkeypatch.setattr(offloading, "MIN_BYTES", 1024)  # some of what is kept is smaller and stays on the device
     torch.manual_seed(0)
-    model = tiny_llama(num_hidden_layers=4)
-    fail_at, calls = (3 if moment == "forward" else 6), itertools.count(1)
+    model, calls, held = tiny_llama(num_hidden_layers=4), itertools.count(1), []
 
     def step() -> list[Tensor]:
         model.zero_grad()
@@ -209,15 +198,14 @@ def test_failed_steps_leave_nothing(
         return [p.grad.clone() for p in model.parameters()]
 
     def stumble(*_: object) -> None:
-        if next(calls) % fail_at == 0:
+        if next(calls) % fails_at == 0:
             raise kind("stumbled")
 
     with prepare(model, activation_checkpointing=True):
         plain = step()
-    fields = {"keep_last": 0} if offload else {}
-    with prepare(model, activation_checkpointing=policy(offload=offload, keep=keep, **fields)) as prepared:
+    checkpointing = policy(offload=offload, keep=keep, keep_last=0 if offload else 1)
+    with prepare(model, activation_checkpointing=checkpointing) as prepared:
         handles = [layer.self_attn.register_forward_pre_hook(stumble) for layer in model.model.layers]
-        held = []
         with LiveBytes() as meter:
             for _ in range(11):
                 with pytest.raises(kind, match="stumbled"):
@@ -239,7 +227,10 @@ def test_full_disk_before_training(tmp_path: Path) -> None:
     model, before = TinyLM(), os.listdir("/proc/self/fd")
     message = r"cannot create a file of at least 1\.00 GiB in .*: No space left"
     with nth_call("posix_fallocate", 1, fail(errno.ENOSPC)), pytest.raises(OffloadDiskFullError, match=message):
-        prepare(model, activation_checkpointing=policy(offload="disk", disk_budget="1GiB", directory=str(tmp_path)))
+        prepare(
+            model,
+            activation_checkpointing=policy(offload="disk", disk_budget="1GiB", directory=str(tmp_path)),
+        )
     assert not any("forward" in m.__dict__ for m in model.modules())
     assert os.listdir("/proc/self/fd") == before
     assert list(tmp_path.iterdir()) == []
@@ -274,7 +265,7 @@ def test_release_gives_disk_and_descriptors_back(tmp_path: Path, monkeypatch: py
 def test_bad_fields(fields: dict[str, Any], message: str) -> None:
     """Values out of bounds, and settings of a tier that is not used, raise when the policy is created."""
     with pytest.raises(ValueError, match=message):
-        ActivationCheckpointing(**fields)
+        policy(**fields)
 
 
 def test_bytes() -> None:
