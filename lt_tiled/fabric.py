@@ -36,7 +36,8 @@ class TiledModelParallelStrategy(fsdp2.FabricFSDP2, ModelParallelStrategy):
 
     Args:
         parallelize_fn: As in the parent. Without it, blocks become FSDP units, and the model the FSDP root: its own
-            weights are all-gathered in its ``forward`` and in the methods given to ``mark_forward_method``.
+            weights are all-gathered in its ``forward``, in the steps of a LightningModule, and in methods given to
+            ``torch.distributed.fsdp.register_fsdp_forward_method``.
     """
 
 

@@ -19,14 +19,12 @@ class TiledDDPStrategy(base.TiledTrainerStrategy, strategies.DDPStrategy):
 class TiledFSDPStrategy(fsdp.TrainerFSDP, strategies.FSDPStrategy):
     """Tiling and activation checkpointing under FSDP1, with all arguments of :class:`FSDPStrategy`.
 
-    ``activation_checkpointing_policy`` chooses the blocks that ``activation_checkpointing`` recomputes. With
-    ``activation_checkpointing=False`` Lightning wraps them instead. Without ``auto_wrap_policy`` each block is an FSDP
-    unit. A model stays wrapped from ``fit`` to ``validate``, ``test`` or ``predict``. Gradients can be clipped by their
-    norm over all ranks.
+    Without ``auto_wrap_policy`` each block is an FSDP unit. With ``activation_checkpointing_policy`` Lightning
+    recomputes blocks, and ``activation_checkpointing`` leaves these to it. A model stays wrapped from ``fit`` to
+    ``validate``, ``test`` or ``predict``. Gradients can be clipped by their norm over all ranks.
 
     Raises:
-        ValueError: If ``activation_checkpointing_policy`` and ``activation_checkpointing`` both choose blocks; in the
-            first step, if a tiled module contains FSDP units.
+        ValueError: In the first step, if a tiled module contains FSDP units.
     """
 
 
@@ -38,8 +36,8 @@ class TiledModelParallelStrategy(fsdp2.TrainerFSDP2, strategies.ModelParallelStr
     ``"auto"`` sizes use all ranks for data parallelism, or the ranks that the other size leaves.
 
     Raises:
-        ValueError: At setup, if a size does not divide the ranks, or the model cannot be sharded by blocks; in the
-            first step, if a tiled module contains FSDP units.
+        ValueError: At setup, if the model cannot be sharded by blocks; in the first step, if a tiled module contains
+            FSDP units.
     """
 
 

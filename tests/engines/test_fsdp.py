@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 import lt_tiled
-from tests.engines.cells import error_of, launch, strategy
+from tests.engines.cells import launch, strategy
 from tests.engines.test_matrix import HoldsWeights
-from tests.lit import Ids, LitTiny, replaced, trainer
+from tests.lit import Ids, replaced, trainer
 from tests.parity import near
 from tests.world import World
 
@@ -65,32 +64,12 @@ def test_a_module_that_shards_itself(world: World) -> None:
     assert world(losses_of, "fsdp2", ShardsItself) == [near(losses) for losses in plain]
 
 
-def fit_then_another(keep: bool) -> tuple[str, str]:
-    """A second strategy gets the model that the first one wrapped, while that lives or not."""
-    module = LitTiny()
-    first = trainer(strategy(lt_tiled, "fsdp", tiling=4), devices=dist.get_world_size())
-    first.fit(module)
-    if not keep:
-        del first
-        module.trainer = None
-        gc.collect()
-    second = trainer(strategy(lt_tiled, "fsdp", tiling=4), devices=dist.get_world_size())
-    return error_of(lambda: second.validate(module, verbose=False))
-
-
-def test_two_fsdp_strategies(world: World) -> None:
-    """A second strategy goes on with the first one's wrapped model; once that is gone, it says what to do."""
-    assert world(fit_then_another, True) == [("", "no error")] * 2
-    for kind, text in world(fit_then_another, False):
-        assert kind == "ValueError"
-        assert "was wrapped by FSDP for a trainer that no longer exists: keep that trainer" in text
-
-
 def steps(engine: str, method: str) -> tuple[list[float], list[float], Tensor]:
-    """Three steps by a marked method or a step of a LightningModule, then a validation and a prediction."""
+    """Three steps by a registered method or a step of a LightningModule, then a validation and a prediction."""
     fabric, module = launch(engine, tiling=4), HoldsWeights(tiled_loss=True)
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 1.0, momentum=0.9))
-    model.mark_forward_method("loss")
+    register_fsdp_forward_method(module, "loss")
+    model.mark_forward_method("loss")  # as DDP needs it
     losses = []
     for index in range(3):
         ids = torch.stack([Ids()[2 * index], Ids()[2 * index + 1]])
@@ -109,8 +88,8 @@ def steps(engine: str, method: str) -> tuple[list[float], list[float], Tensor]:
 
 
 @pytest.mark.parametrize("method", ["loss", "training_step"])
-def test_marked_methods(method: str, world: World) -> None:
-    """Under FSDP2 in Fabric, marked methods and the steps of a LightningModule use weights that the module holds."""
+def test_registered_methods(method: str, world: World) -> None:
+    """Under FSDP2 in Fabric, registered methods and steps of a LightningModule use weights that the module holds."""
     for plain, found in zip(world(steps, "ddp", method), world(steps, "fsdp2", method), strict=True):
         assert found[0] == near(plain[0])
         assert found[1] == near(plain[1])

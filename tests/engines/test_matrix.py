@@ -126,28 +126,6 @@ def test_engines_agree(engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     assert [(r.losses, r.val_losses) for r in sharded] == [(near(r.losses), near(r.val_losses)) for r in plain]
 
 
-class BuiltFromAnySeed(HoldsWeights):
-    """Has other weights and another buffer on each rank."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.register_buffer("shift", torch.full((2,), dist.get_rank(), dtype=torch.complex64), persistent=False)
-        for weight in self.parameters():
-            weight.data += 0.1 * dist.get_rank()
-
-    def training_step(self, ids: Tensor, index: int) -> Tensor:
-        loss = super().training_step(ids, index)
-        self.losses[-1] += float(self.shift.real.sum())
-        return loss
-
-
-def test_ranks_that_built_other_weights(world: World) -> None:
-    """FSDP2 shards the model of rank 0, with its buffers, as DDP does: losses equal DDP's on both ranks."""
-    run = partial(in_trainer, module=BuiltFromAnySeed)
-    plain, sharded = world(run, "ddp", "untiled", ""), world(run, "fsdp2", "tiled", "")
-    assert [r.losses for r in sharded] == [near(r.losses) for r in plain]
-
-
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[World]:
     world = World(1)
@@ -199,11 +177,11 @@ ARGUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fsdp, policy of blocks": ("fsdp", {"auto_wrap_policy": {Block}}),
     "fsdp, policy of tiled modules": ("fsdp", {"auto_wrap_policy": ModuleWrapPolicy({GatedMLP})}),
     "fsdp, policy of norms": ("fsdp", {"auto_wrap_policy": {nn.LayerNorm}, "tiling": False}),
-    "fsdp, hybrid": ("fsdp", {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (1, 2)}),
     "fsdp, gradients only": ("fsdp", {"sharding_strategy": "SHARD_GRAD_OP"}),
     "fsdp, no sharding": ("fsdp", {"sharding_strategy": "NO_SHARD"}),
     "fsdp, cpu offload": ("fsdp", {"cpu_offload": True}),
     "fsdp, by hand": ("fsdp", {}),
+    "fsdp, own checkpointing": ("fsdp", {"activation_checkpointing_policy": {Block}}),
 }
 """Registered names, and arguments of an engine's own."""
 
@@ -224,7 +202,8 @@ def losses_with(_: str, name: str) -> list[float]:
 
 
 @pytest.mark.table(
-    "callback, (ddp|stock fsdp2|zero3)|tiled_.*|ddp, static graph|fsdp, (policy of norms|cpu offload|by hand)"
+    "callback, (ddp|stock fsdp2|zero3)|tiled_.*|ddp, static graph"
+    "|fsdp, (policy of norms|cpu offload|by hand|own checkpointing)"
 )
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments(name: str, on_ranks: OnRanks) -> None:

@@ -75,8 +75,8 @@ def fit_refused(engine: str, model: type[LitTiny], options: dict[str, Any]) -> t
             r"net.blocks.0.mlp \(GatedMLP\) is tiled, and gate inside it is an FSDP unit",
         ),
         ("fsdp2", ShardsInside, {}, r"net.blocks.0.mlp \(GatedMLP\) is tiled, and gate inside it is an FSDP unit"),
-        ("fsdp2", TiesBlocks, {}, r"net.blocks.0 and net.blocks.1 share a weight of shape \[16, 48\]"),
-        ("fsdp2", TiesHead, {}, r"net.blocks.0 and the rest of TiesHead share a weight of shape \[16\]"),
+        ("fsdp2", TiesBlocks, {}, "Blocks of TiesBlocks share a weight with each other"),
+        ("fsdp2", TiesHead, {}, "Blocks of TiesHead share a weight"),
     ],
 )
 def test_trainer_refuses(

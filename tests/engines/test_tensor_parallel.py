@@ -128,17 +128,13 @@ def refused(options: dict[str, Any]) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 needs a plan"),
-        ({"data_parallel_size": 1}, "tensor_parallel_size=2 needs a plan"),
-        (
-            {"parallelize_fn": tensor_parallel},
-            "no FSDP unit, so its gradients are not reduced over the 2 data-parallel ranks",
-        ),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide the 2 ranks"),
+        ({"tensor_parallel_size": 2}, "needs a plan for tensor_parallel_size=2 and data_parallel_size=1"),
+        ({"data_parallel_size": 1}, "needs a plan for tensor_parallel_size=2 and data_parallel_size=1"),
+        ({"parallelize_fn": tensor_parallel}, "needs a plan for tensor_parallel_size=1 and data_parallel_size=2"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str, world: World) -> None:
-    """Tensor-parallel ranks without a plan, and a number of them that does not fit, are refused on each rank."""
+    """Tensor-parallel ranks without a plan, and data-parallel ranks with a plan alone, are refused on each rank."""
     for kind, text in world(refused, options):
         assert kind == "ValueError"
         assert message in text

@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
-from torch import nn
 
 import lt_tiled
 from lt_tiled import (
@@ -24,9 +23,7 @@ from lt_tiled import (
     Tiling,
 )
 from lt_tiled.callbacks import MemoryMonitor
-from lt_tiled.recompute.blocks import find_checkpointable
 from tests.lit import LitTiny, logged, replaced, trainer
-from tests.models import Block, TinyLM
 from tests.parity import near
 
 
@@ -89,30 +86,6 @@ def test_short_forms() -> None:
         Tiling(),
         ActivationCheckpointing(),
     )
-
-
-def test_policies_of_lightning_choose_the_blocks() -> None:
-    """``activation_checkpointing_policy`` of FSDP is a set of classes or a policy function; Lightning wraps the blocks
-    itself with ``activation_checkpointing=False``.
-    """
-
-    def large(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        return not recurse and 3000 < nonwrapped_numel < 4000
-
-    for home in (lt_tiled, lt_tiled.fabric):
-        for policy in ({Block}, large):
-            chosen = home.TiledFSDPStrategy(activation_checkpointing_policy=policy)
-            found = find_checkpointable(TinyLM(), chosen.activation_checkpointing)
-            assert [path for path, _ in found] == ["blocks.0", "blocks.1"]
-        own = home.TiledFSDPStrategy(activation_checkpointing_policy={nn.Linear}, activation_checkpointing=False)
-        assert own.activation_checkpointing is None
-
-
-def test_two_ways_to_checkpoint_are_refused() -> None:
-    """A parent's own activation checkpointing beside a policy of ours is refused with the remedy."""
-    for home in (lt_tiled, lt_tiled.fabric):
-        with pytest.raises(ValueError, match=r"given activation_checkpointing_policy and .*='cpu'.* Leave one out"):
-            home.TiledFSDPStrategy(activation_checkpointing_policy={nn.Linear}, activation_checkpointing="cpu")
 
 
 def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
