@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from contextlib import nullcontext
@@ -32,22 +31,12 @@ class CommandsTrainer(Trainer):
 
 
 class TiledCLI(LightningCLI):
-    """Adds the commands ``plan``, which makes modules without memory, and ``verify``.
+    """Adds the commands ``plan``, which makes modules without memory, and ``verify``. They get no Trainer."""
 
-    They get no Trainer: they take its arguments.
-
-    Args:
-        command: The command that runs, if it is known: no parsers are built for the others, because that is slow.
-    """
-
-    def __init__(self, command: str, **kwargs: Any) -> None:
-        self.command = command
-        super().__init__(**kwargs)
-
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # static in LightningCLI, called on objects
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
         arguments = {"config", "trainer", "model", "datamodule"}
-        commands = {**LightningCLI.subcommands(), "plan": arguments, "verify": arguments}
-        return {self.command: commands[self.command]} if self.command in commands else commands
+        return LightningCLI.subcommands() | {"plan": arguments, "verify": arguments}
 
     def instantiate_classes(self) -> None:
         with torch.device("meta") if self.subcommand == "plan" else nullcontext():
@@ -60,7 +49,6 @@ class TiledCLI(LightningCLI):
 
     def _plan(self, **kwargs: Any) -> None:
         self._dump_config()
-        gc.freeze()  # else each collection looks through what the imports made, a tenth of the time
         try:
             run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
         except DoesNotFitError as error:  # an answer
@@ -76,17 +64,17 @@ def main(args: list[str] | None = None) -> None:
 
     ``--config configs/quickstart.yaml`` and the repository's other files also work elsewhere: they are in the package.
     """
-    is_process = args is None
-    args = _with_own_configs(sys.argv[1:] if args is None else args)
     quiet_libraries()
-    if is_process:
-        sys.argv[1:] = args  # Lightning starts the other ranks with it
+    if args is None:
+        sys.argv[1:] = [_with_own_config(arg) for arg in sys.argv[1:]]  # Lightning starts the other ranks with it
         sys.path.append(os.getcwd())  # for --model=my_model.MyModel
-    shows_help = any(arg == "-h" or "help" in arg or "comments" in arg for arg in args)
-    set_parsing_settings(docstring_parse_attribute_docstrings=shows_help)  # slow, and only help shows policies' fields
+    else:
+        args = [_with_own_config(arg) for arg in args]
+    # Lightning turns it on. It is slow, and only the help shows the fields of policies.
+    shows_help = any("help" in arg for arg in args or sys.argv)
+    set_parsing_settings(docstring_parse_attribute_docstrings=shows_help)
     TiledCLI(
-        command=args[0] if args else "",
-        args=None if is_process else args,
+        args=args,
         trainer_class=CommandsTrainer,
         trainer_defaults={"callbacks": [TilingReport()]},
         parser_kwargs={"prog": "lt-tiled", "description": lt_tiled.__doc__, "version": lt_tiled.__version__},
@@ -94,14 +82,12 @@ def main(args: list[str] | None = None) -> None:
     )
 
 
-def _with_own_configs(args: list[str]) -> list[str]:
+def _with_own_config(arg: str) -> str:
     """Replace ``configs/...`` by the package's file (in a checkout, the repository's) where no such file exists."""
-    package = Path(lt_tiled.__file__).parent
-    result = []
-    for arg in args:
-        option, equals, name = arg.rpartition("=")
-        if name.startswith("configs/") and option in ("", "--config", "--model", "--data", "--trainer"):
-            places = [Path(name), package / name, package.parent / name]
-            name = str(next((place for place in places if place.exists()), name))
-        result.append(f"{option}{equals}{name}")
-    return result
+    option, equals, name = arg.rpartition("=")
+    if name.startswith("configs/") and option in ("", "--config", "--model", "--data", "--trainer"):
+        package = Path(lt_tiled.__file__).parent
+        for place in (Path(name), package / name, package.parent / name):
+            if place.exists():
+                return f"{option}{equals}{place}"
+    return arg

@@ -122,7 +122,6 @@ VALUES = {
     "--trainer.strategy.loss=0": "loss=0 must be None or False or True or 'always' or an integer of at least 1",
     "--trainer.strategy.sequence_parallel=-1": "size=-1 must be an integer of at least 1",
     "--trainer.strategy.activation_checkpointing.cpu_budget=1GiB": "cpu_budget='1GiB' has no effect with offload=None",
-    "--model.learning_rate=.inf": "learning_rate=inf must be above 0",
     "--data.seq_len=1": "seq_len=1 must be an integer of at least 2",
     "--data.held_out=1.5": "held_out=1.5 must be between 0 and 1",
 }

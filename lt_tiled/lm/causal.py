@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,16 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
-from lt_tiled._log import inform, warn
-from lt_tiled.errors import NothingFoundError
-from lt_tiled.lm.models import add_adapters, make_config, make_lora_config, require
+from lt_tiled._log import warn
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import find_losses, patch_losses
 from lt_tiled.modules.cache import loss_function_set
 from lt_tiled.modules.find import full_shape, plain_name
-from lt_tiled.policies import as_loss, check_count
+from lt_tiled.policies import as_loss
 from lt_tiled.sequence_parallel.ulysses import gathered
+from lt_tiled.strategies.deepspeed import not_sharded_yet
 
 
 class CausalLM(LightningModule):
@@ -34,30 +30,26 @@ class CausalLM(LightningModule):
     ``labels`` of that shape (-100 where there is no loss; not shifted) and other arguments of the model.
 
     Args:
-        config: The fields of a Hugging Face configuration, such as ``{model_type: llama, hidden_size: 256, ...}``.
-        path: A local directory with a model, as ``save_pretrained`` writes it. Give this or ``config``.
-        attn_implementation: Hugging Face's name of the attention (``sdpa``, ``eager``, ``flash_attention_2``, ...).
+        config: The fields of a Hugging Face configuration, such as ``{model_type: llama, hidden_size: 256}``. With
+            ``path``, those that differ from its own, such as ``{attn_implementation: flex_attention}``.
+        path: A local directory with a model, as ``save_pretrained`` writes it.
         lora: Train LoRA adapters instead of the weights: the fields of peft's ``LoraConfig``, such as ``{r: 16,
             target_modules: all-linear}``.
-        loss: Compute losses, perplexities and log-probabilities in tiles, without the full logits: ``True``, or the
-            number of tiles. ``False`` and ``None`` turn this off.
+        loss: Compute losses and log-probabilities in tiles: ``True``, or the number of tiles. ``False`` turns it off.
         learning_rate: The peak learning rate of AdamW.
         weight_decay: The weight decay of AdamW, for weights with two dimensions or more.
-        optimizer: Another optimizer in place of AdamW, with its own learning rate, such as
-            ``--model.optimizer=SGD --model.optimizer.lr=0.1`` on the command line.
+        optimizer: Another optimizer in place of AdamW: ``--model.optimizer=SGD --model.optimizer.lr=0.1``.
         warmup_steps: Steps of linear warmup. Then a cosine schedule ends at a tenth of the peak.
         trust_remote_code: Run the Python code that ``path`` may contain. Otherwise a model that needs it raises.
 
     Raises:
-        ValueError: If not exactly one of ``config`` and ``path`` is given, or it names no model.
-        ModuleNotFoundError: If transformers is not installed, or peft, which ``lora`` needs.
+        ValueError: If neither ``config`` nor ``path`` names a model.
     """
 
     def __init__(
         self,
         config: dict[str, Any] | None = None,
         path: str | None = None,
-        attn_implementation: str = "sdpa",
         lora: dict[str, Any] | None = None,
         loss: bool | int | None = True,
         learning_rate: float = 3e-4,
@@ -67,41 +59,34 @@ class CausalLM(LightningModule):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        if (config is None) == (path is None):
-            raise ValueError("CausalLM needs exactly one of config (Hugging Face's fields) and path (a local model).")
-        if config is not None and "model_type" not in config:
-            raise ValueError(f"config has no model_type, only {sorted(config)}: add one, such as model_type: llama.")
+        if path is None and "model_type" not in (config or {}):
+            raise ValueError(f"{config=} has no model_type: add one, such as llama, or pass path, a local model.")
         if path is not None and not (Path(path) / "config.json").is_file():
             raise ValueError(f"path={path!r} is not a directory with a config.json: pass a local model.")
-        if not 0 < learning_rate < math.inf or not 0 <= weight_decay < math.inf:
-            raise ValueError(f"{learning_rate=} must be above 0 and {weight_decay=} not below, and both finite.")
-        check_count("warmup_steps", warmup_steps, least=0)
-        require("transformers", "'lt-tiled[hf]'")
-        self._lora = None if lora is None else make_lora_config(lora)
         self.save_hyperparameters(ignore="optimizer")
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
         self.optimizer = optimizer
-        self.warmup_steps = warmup_steps
         self._loss_shards = as_loss(loss)
         self.model: Any = None
         self._vectors: set[str] = set()
         """The names of weights with one dimension or none, which get no weight decay."""
-        self.val_perplexity, self.test_perplexity = _Perplexity(), _Perplexity()
+        self.val_perplexity = _Perplexity()
+        self.test_perplexity = _Perplexity()
 
     def configure_model(self) -> None:
         """Build the model once. Strategies call this hook, so that they can shard weights as they are made."""
         if self.model is not None:
             return
         model = self._new_model()
-        self.model = model if self._lora is None else add_adapters(model, self._lora)
+        self.model = model
+        if self.hparams["lora"] is not None:
+            from peft import LoraConfig, get_peft_model
+
+            lora = LoraConfig(**{"task_type": "CAUSAL_LM"} | self.hparams["lora"])
+            with not_sharded_yet(model):  # before peft has set the adapters to zero
+                self.model = get_peft_model(model, lora)
         self.model.train()
         if self._loss_shards is not None:
-            try:
-                patch_losses(find_losses(model), self._loss_shards, object(), evaluation=True)
-            except NothingFoundError:
-                kind = type(model).__name__
-                inform(f"the loss of {kind} is not tiled: the model does not compute it from labels and a linear head")
+            patch_losses(find_losses(model), self._loss_shards, object(), evaluation=True)
         # Sharding flattens weights, so this must be known by name before.
         self._vectors = {name for name, weight in self.named_parameters() if len(full_shape(weight)) <= 1}
 
@@ -109,20 +94,29 @@ class CausalLM(LightningModule):
         """Return a new transformers model, or the one in ``path``; in a plan, without its weights."""
         from transformers import AutoModelForCausalLM
 
-        is_plan = torch.get_default_device().type == "meta"
-        options = {name: self.hparams[name] for name in ("attn_implementation", "trust_remote_code")}
-        if self.hparams["path"] is None or is_plan:
-            return AutoModelForCausalLM.from_config(self._config(), **options)
-        options |= {"local_files_only": True, "dtype": torch.get_default_dtype()}
-        return AutoModelForCausalLM.from_pretrained(self.hparams["path"], **options)
+        path = self.hparams["path"]
+        options = {"config": self._config(), "trust_remote_code": self.hparams["trust_remote_code"]}
+        if path is None or torch.get_default_device().type == "meta":
+            return AutoModelForCausalLM.from_config(**options)
+        dtype = torch.get_default_dtype()
+        return AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype, **options)
 
     def _config(self) -> Any:
+        """Return the configuration of a new model, or of the one in ``path``."""
         from transformers import AutoConfig
 
-        path, trust = self.hparams["path"], self.hparams["trust_remote_code"]
-        if path is None:
-            return make_config(self.hparams["config"])
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust)
+        fields = self.hparams["config"] or {}
+        if self.hparams["path"] is None:
+            config = AutoConfig.for_model(**fields)
+        else:
+            options = {"local_files_only": True, "trust_remote_code": self.hparams["trust_remote_code"]}
+            config = AutoConfig.from_pretrained(self.hparams["path"], **options, **fields)
+        default = type(config)()
+        for key in fields:  # transformers accepts unknown ones
+            if hasattr(config, key) and not hasattr(default, key):
+                message = f"config: {type(config).__name__} has no key {key!r}: the model may ignore it."
+                warn(message, once=message)
+        return config
 
     def setup(self, stage: str) -> None:
         """Compare the data with the model before the model is built."""
@@ -167,7 +161,7 @@ class CausalLM(LightningModule):
         perplexity.update(self._token_losses(inputs), has_label)
         self.log(f"{stage}_perplexity", perplexity, prog_bar=True, batch_size=len(has_label))
 
-    def _inputs(self, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         """Return the arguments of the model for a batch."""
         return {"labels": batch["input_ids"], **batch, "use_cache": False}
 
@@ -191,31 +185,28 @@ class CausalLM(LightningModule):
         model = next(module for module in self.model.modules() if isinstance(module, PreTrainedModel))
         with loss_function_set(model, loss_function):
             self.model(**inputs)
-        if not losses:  # the model does not call its loss function
-            loss_function(self(inputs["input_ids"]))
         return losses[-1][:, :-1]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        weights = [(plain_name(name), weight) for name, weight in self.named_parameters() if weight.requires_grad]
+        from transformers import get_cosine_with_min_lr_schedule_with_warmup_lr_rate as make_schedule
+
+        # 1. The optimizer. Weight decay is for matrices alone.
         if self.optimizer is not None:
-            optimizer = self.optimizer(weight for _, weight in weights)
+            optimizer = self.optimizer(weight for weight in self.parameters() if weight.requires_grad)
         else:
-            vectors = [weight for name, weight in weights if name in self._vectors]
-            others = [weight for name, weight in weights if name not in self._vectors]
-            groups = [{"params": others, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-            optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=(0.9, 0.95))
-        steps = max(int(self.trainer.estimated_stepping_batches) - self.warmup_steps, 1)
-
-        def share_of_peak(step: int) -> float:
-            if step < self.warmup_steps:
-                return (step + 1) / (self.warmup_steps + 1)
-            done = min((step - self.warmup_steps) / steps, 1)
-            return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
-
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": LambdaLR(optimizer, share_of_peak), "interval": "step"},
-        }
+            matrices: list[Tensor] = []
+            vectors: list[Tensor] = []
+            for name, weight in self.named_parameters():
+                group = vectors if plain_name(name) in self._vectors else matrices
+                if weight.requires_grad:
+                    group.append(weight)
+            groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+            rate, decay = self.hparams["learning_rate"], self.hparams["weight_decay"]
+            optimizer = torch.optim.AdamW(groups, rate, betas=(0.9, 0.95), weight_decay=decay)
+        # 2. The schedule.
+        steps: Any = self.trainer.estimated_stepping_batches
+        schedule = make_schedule(optimizer, self.hparams["warmup_steps"], steps, min_lr_rate=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class _Perplexity(MeanMetric):

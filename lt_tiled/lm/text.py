@@ -10,13 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lt_tiled._log import warn
-from lt_tiled.lm.models import require
 from lt_tiled.policies import check_count
 
 
@@ -33,8 +32,6 @@ class TextFiles(LightningDataModule):
         seq_len: Tokens per sequence.
         batch_size: Sequences per batch and device.
         held_out: The share of the sequences that validation and testing each get, at least one sequence.
-        max_bytes: Read no more text than this.
-        num_workers: Worker processes of the data loaders.
         trust_remote_code: Run the Python code that ``tokenizer`` may contain. Otherwise one that needs it raises.
 
     Raises:
@@ -48,50 +45,27 @@ class TextFiles(LightningDataModule):
         seq_len: int = 4096,
         batch_size: int = 1,
         held_out: float = 0.02,
-        max_bytes: int = 4_000_000,
-        num_workers: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
         check_count("seq_len", seq_len, least=2)  # a model predicts each token but the first
-        check_count("batch_size", batch_size)
-        check_count("max_bytes", max_bytes)
         if not 0 < held_out < 1:
             raise ValueError(f"held_out={held_out} must be between 0 and 1.")
-        if paths is not None and (not paths or "" in list(paths)):
-            raise ValueError(f"paths={paths!r} names no file: leave it out for the source of the standard library.")
         if tokenizer is not None and not Path(tokenizer).is_dir():
             raise ValueError(f"tokenizer={tokenizer!r} is not a directory: pass a local tokenizer; none is downloaded.")
         self.save_hyperparameters()
-        self.paths = [paths] if isinstance(paths, str) else paths
-        self.seq_len, self.batch_size, self.num_workers = seq_len, batch_size, num_workers
-        self.max_bytes, self.held_out, self.trust_remote_code = max_bytes, held_out, trust_remote_code
+        self.seq_len = seq_len
+        self.batch_size = batch_size
         self.tokenizer = tokenizer
         self.vocab_size = 256
-        self.resumed: dict[str, Any] = {}
-        """What a checkpoint tells of its epoch."""
         self._parts: dict[str, Tensor] = {}
-        self._cut_at = 0
+        self.resumed: dict[str, Any] = {}  # the state of the checkpoint
 
     def setup(self, stage: str) -> None:
-        """Read and cut the text on every rank, and again if ``seq_len`` has changed."""
-        if self._cut_at != self.seq_len:
-            self._parts = self._cut()
-            self._cut_at = self.seq_len
-
-    def _cut(self) -> dict[str, Tensor]:
-        """Return tensors of shape ``[sequences, seq_len]`` for the three parts, the same on every rank."""
-        if self.paths is None:
-            root = Path(sysconfig.get_path("stdlib"))
-            files = sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py"))
-        else:
-            files = [file for path in self.paths for file in files_of(path)]
-        text = read_text(files, self.max_bytes)
-        if self.paths is not None and len(text) < (size := sum(file.stat().st_size for file in files)):
-            warn(f"paths have {size} bytes, of which max_bytes={len(text)} are read: set max_bytes to read more.")
-        tokens = self._tokenize(text)
+        """Cut the text into ``[sequences, seq_len]`` for each of the three parts, alike on every rank."""
+        tokens = self._tokenize(read_text(self.hparams["paths"]))
         count = len(tokens) // self.seq_len
-        held_out = max(1, round(count * self.held_out))
+        held_out = max(1, round(count * self.hparams["held_out"]))
         if count <= 2 * held_out:
             raise ValueError(
                 f"The text has {len(tokens)} tokens, {count} sequences of seq_len={self.seq_len}, and needs at least 3:"
@@ -99,136 +73,115 @@ class TextFiles(LightningDataModule):
             )
         sequences = tokens[: count * self.seq_len].view(count, self.seq_len)
         training, validation, testing = sequences.split([count - 2 * held_out, held_out, held_out])
-        return {"train": training, "val": validation, "test": testing}
+        self._parts = {"train": training, "val": validation, "test": testing}
 
     def _tokenize(self, text: bytes) -> Tensor:
         if self.tokenizer is None:
-            return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        require("transformers", "'lt-tiled[hf]'")
+            return torch.from_numpy(np.frombuffer(bytearray(text), np.uint8))
         from transformers import AutoTokenizer
 
-        options = {"local_files_only": True, "trust_remote_code": self.trust_remote_code}
-        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, **options)
+        trust = self.hparams["trust_remote_code"]
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, local_files_only=True, trust_remote_code=trust)
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # its length is less if ids are left out
         ids = tokenizer(text.decode(errors="replace"), verbose=False)["input_ids"]
         return torch.tensor(ids, dtype=torch.int32)
 
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """Return batches in an order that depends only on the seed and on how many batches came before the epoch."""
+        if self.trainer is None:  # Fabric gives each rank a sampler, but not where the loader has one
+            return self._loader("train", shuffle=True)
+        return self._loader("train", sampler=_EpochOrder(self, self._parts["train"]))
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        return self._loader("test")
+
+    predict_dataloader = test_dataloader
+
+    def _loader(self, part: str, **options: Any) -> DataLoader[Tensor]:
+        def collate(rows: list[Tensor]) -> dict[str, Tensor]:
+            return {"input_ids": torch.stack(rows).long()}
+
+        rows: Any = self._parts[part]  # a loader takes any sequence
+        return _Loader(rows, batch_size=self.batch_size, collate_fn=collate, **options)
+
+    # Resuming within an epoch
+
     def state_dict(self) -> dict[str, Any]:
-        if self.trainer is None or not self._parts:
+        """Return what determines the batches of an epoch, and how many batches the run has begun."""
+        trainer: Any = self.trainer
+        if trainer is None or not self._parts:
             return {}
-        return {**self._epoch(), "total": self.trainer.fit_loop.epoch_loop.batch_progress.total.ready}
+        return {
+            "seq_len": self.seq_len,
+            "batch_size": self.batch_size,
+            "ranks": _ranks(trainer)["num_replicas"],
+            "seed": os.environ.get("PL_GLOBAL_SEED"),
+            "sequences": len(self._parts["train"]),
+            "total": trainer.fit_loop.epoch_loop.batch_progress.total.ready,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.resumed = state_dict
 
-    def _epoch(self) -> dict[str, int]:
-        """Return what determines the batches of an epoch."""
-        assert self.trainer is not None
-        sampler = self.trainer.distributed_sampler_kwargs or {}
-        return {
-            "seq_len": self.seq_len,
-            "batch_size": self.batch_size,
-            "ranks": sampler.get("num_replicas", 1),
-            "seed": _seed(),
-            "sequences": len(self._parts["train"]),
-        }
 
-    def begin_epoch(self) -> int:
-        """Return the number of batches of this epoch that a resumed run has trained on.
+class _EpochOrder(DistributedSampler[Tensor]):
+    """Shuffles sequences for each epoch, divides them among the ranks, and leaves out what a resumed run has seen."""
 
-        Raises:
-            ValueError: If the data has changed within an epoch, so that other batches would be left of it.
-        """
-        if self.trainer is None:
-            return 0
-        counts = self.trainer.fit_loop.epoch_loop.batch_progress
-        if counts.current.ready == 0 or counts.total.ready != self.resumed.get("total"):
-            return 0
-        # No batch has been trained on since the checkpoint.
-        for name, value in self._epoch().items():
-            if self.resumed[name] != value:
+    def __init__(self, data: TextFiles, sequences: Any) -> None:
+        super().__init__(sequences, **_ranks(data.trainer), seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
+        self.data: Any = data
+
+    def __iter__(self) -> Iterator[Any]:
+        # 1. Lightning creates iterators before it restores its counts, but a generator starts with its first item.
+        counts = self.data.trainer.fit_loop.epoch_loop.batch_progress
+        # 2. Lightning counts an epoch that max_steps ends as a whole one. The batches before an epoch are certain.
+        self.set_epoch(counts.total.completed - counts.current.completed)
+        # 3. No batch has been trained on since the checkpoint, and no other callback reads the loader.
+        trained = 0
+        if counts.current.ready and counts.total.ready == self.data.resumed.get("total"):
+            trained = counts.current.ready
+            changed = dict(self.data.resumed.items() - self.data.state_dict().items())
+            if changed:
                 raise ValueError(
-                    f"The checkpoint is of the middle of an epoch with {name}={self.resumed[name]}, and now {name}="
-                    f"{value}: resume with {name}={self.resumed[name]}, or from the end of an epoch."
+                    f"The checkpoint is of the middle of an epoch with {changed}: resume with the same, or from the end"
+                    " of an epoch."
                 )
-        return counts.current.ready
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return batches in an order that depends only on the seed and on how many batches came before the epoch."""
-        # With several ranks, Lightning and Fabric give each such a sampler.
-        alone = self.trainer is not None and self.trainer.world_size == 1
-        data, seed = self._parts["train"], _seed()
-        sampler: Any = DistributedSampler(data, 1, 0, seed=seed) if alone else None  # type: ignore[arg-type]
-        return _ResumedLoader(data, datamodule=self, shuffle=not alone, sampler=sampler, **self._options())
-
-    def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self._parts["val"], **self._options())  # type: ignore[arg-type]  # it takes any sequence
-
-    def test_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self._parts["test"], **self._options())  # type: ignore[arg-type]
-
-    predict_dataloader = test_dataloader
-
-    def _options(self) -> dict[str, Any]:
-        return {"batch_size": self.batch_size, "num_workers": self.num_workers, "collate_fn": _batch}
+        yield from islice(super().__iter__(), trained * self.data.batch_size, None)
 
 
-def _seed() -> int:
-    return int(os.environ.get("PL_GLOBAL_SEED", 0))
-
-
-def _batch(rows: list[Tensor]) -> dict[str, Tensor]:
-    return {"input_ids": torch.stack(rows).long()}
-
-
-class _ResumedLoader(DataLoader[Tensor]):
-    """Skips the batches of an epoch that a resumed run has already trained on, as Lightning counts them."""
-
-    def __init__(self, *args: Any, datamodule: TextFiles, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.datamodule = datamodule  # an argument and an attribute, because Lightning builds the loader again
+class _Loader(DataLoader[Tensor]):
+    """Is known to Lightning as a loader that resumes, which would warn otherwise. The order above does it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: Lightning warns about loaders without this method, but does not always load its result."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
-        # A generator starts with its first batch. Lightning creates iterators before it restores its counts.
-        trained = self.datamodule.begin_epoch()
-        trainer = self.datamodule.trainer
-        if trainer is not None:
-            if trained and trained >= trainer.num_training_batches:
-                return  # the epoch is complete: Lightning starts the next one
-            if isinstance(self.sampler, DistributedSampler):
-                counts = trainer.fit_loop.epoch_loop.batch_progress
-                self.sampler.set_epoch(counts.total.completed - counts.current.completed)  # another for each epoch
-        yield from islice(super().__iter__(), trained, None)
+
+def _ranks(trainer: Any) -> dict[str, Any]:
+    """Return the number of ranks that divide the data, and which this one is."""
+    return trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
 
 
-def files_of(path: str) -> list[Path]:
-    """Return the file, the texts of a directory, or the files of a glob: at least one."""
-    if Path(path).is_dir():
-        candidates = [file for file in Path(path).rglob("*") if file.suffix in (".txt", ".md", ".py")]
-    else:
-        candidates = [Path(path), *map(Path, glob(path, recursive=True))]  # a file's name may look like a glob
-    files = sorted({file for file in candidates if file.is_file()})  # reading a named pipe would wait for a writer
-    if not files:
-        raise ValueError(
-            f"paths: {path!r} matches no file: pass a file, a directory with .txt, .md or .py files, or a glob."
-        )
-    return files
-
-
-def read_text(files: Sequence[Path], max_bytes: int) -> bytes:
-    """Return the first ``max_bytes`` bytes of the files, at least one."""
-    text = bytearray()
-    for file in files:
-        with file.open("rb") as stream:
-            text += stream.read(max_bytes - len(text))
-        if len(text) >= max_bytes:
-            break
-    if not text:
-        raise ValueError(f"The {len(files)} files of paths are empty ({files[0]} is the first): pass files with text.")
-    return bytes(text)
+def read_text(paths: str | Sequence[str] | None) -> bytes:
+    """Return the text of files, of the text files in directories, and of the files that globs match."""
+    if paths is None:
+        paths = str(Path(sysconfig.get_path("stdlib"), "*.py"))
+    if isinstance(paths, str):
+        paths = [paths]
+    text = b""
+    for path in paths:
+        if Path(path).is_dir():
+            candidates = [file for file in Path(path).rglob("*") if file.suffix in (".txt", ".md", ".py")]
+        else:
+            candidates = [Path(name) for name in glob(path, recursive=True)]
+        files = sorted(file for file in candidates if file.is_file())  # reading a named pipe would wait for a writer
+        if not files:
+            raise ValueError(
+                f"paths: {path!r} matches no file: pass a file, a directory with .txt, .md or .py files, or a glob."
+            )
+        text += b"".join(file.read_bytes() for file in files)
+    return text

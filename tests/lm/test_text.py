@@ -16,7 +16,6 @@ from torch.utils.data import DistributedSampler
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from lt_tiled.lm import TextFiles
-from lt_tiled.lm.text import read_text
 from tests.lit import trainer
 from tests.world import World
 
@@ -81,7 +80,7 @@ class Noting(LightningModule):
 
 def run(callback: Callback | None, ckpt_path: str | None = None, failing: int = -1, **options: Any) -> list[Any]:
     """Train on ``a.txt`` and return what was noted, with options of the data and of the Trainer."""
-    own = {name: options.pop(name) for name in ("paths", "seq_len", "batch_size", "num_workers") if name in options}
+    own = {name: options.pop(name) for name in ("paths", "seq_len", "batch_size") if name in options}
     data, module = TextFiles(**{"paths": "a.txt", "seq_len": 8, "held_out": 0.01, **own}), Noting(failing)
     options = {"strategy": "auto", "max_steps": -1, "limit_val_batches": 0, **options}
     with suppress(ArithmeticError):
@@ -114,7 +113,6 @@ def text() -> None:
     ("saved", "options"),
     [
         ([3, 12], {"max_steps": 14}),
-        ([13], {"max_steps": 14, "num_workers": 2}),
         ([3, 10, 13], {"max_steps": 14, "limit_train_batches": 10}),
         ([5, 12, 17], {"max_epochs": 2}),
     ],
@@ -149,7 +147,7 @@ def resume_on_two_ranks(folder: str) -> None:
 def test_resumed_in_an_epoch_on_two_ranks(world: World, text: None) -> None:
     """So do the ranks of a distributed run. One rank alone raises."""
     world(resume_on_two_ranks, os.getcwd())
-    with pytest.raises(ValueError, match=r"with ranks=2, and now ranks=1: resume"):
+    with pytest.raises(ValueError, match=r"with {'ranks': 2}: resume"):
         run(None, "step=3.ckpt", max_steps=14)
 
 
@@ -193,15 +191,15 @@ def test_resumed_with_other_batches(text: None, monkeypatch: pytest.MonkeyPatch)
     """With batches that are not those of the checkpoint a run raises in the middle of an epoch, and not at its end."""
     run(ModelCheckpoint(".", "{step}", save_top_k=-1, every_n_train_steps=1), max_steps=12)
     for name, now, before in (("seq_len", 4, 8), ("batch_size", 2, 1)):
-        with pytest.raises(ValueError, match=rf"with {name}={before}, and now {name}={now}: resume"):
+        with pytest.raises(ValueError, match=rf"with {{.*'{name}': {before}.*}}: resume"):
             run(None, "step=3.ckpt", max_steps=14, **{name: now})
     assert len(run(None, "step=12.ckpt", max_steps=14, batch_size=2)) == 2
     with monkeypatch.context() as patched:
         patched.setenv("PL_GLOBAL_SEED", "1")
-        with pytest.raises(ValueError, match=r"with seed=0, and now seed=1: resume with seed=0, or from"):
+        with pytest.raises(ValueError, match=r"with {'seed': None}: resume with the same, or from"):
             run(None, "step=3.ckpt", max_steps=14)
     Path("a.txt").write_bytes(bytes(range(120)))
-    with pytest.raises(ValueError, match=r"with sequences=12, and now sequences=13: resume"):
+    with pytest.raises(ValueError, match=r"with {'sequences': 12}: resume"):
         run(None, "step=3.ckpt", max_steps=14)
 
 
@@ -215,24 +213,21 @@ def test_default_corpus_is_the_standard_library() -> None:
     assert torch.equal(windows(data, "val"), windows(again, "val"))
 
 
-def test_globs_single_files_and_max_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Globs and single files are read in order, up to ``max_bytes``, and a warning says that there are more."""
+def test_globs_and_single_files(tmp_path: Path) -> None:
+    """Globs and single files are read in order."""
     for name in ("b.log", "a.log", "c.md"):
         (tmp_path / name).write_text(name[0] * 50)
-    data = TextFiles([str(tmp_path / "*.log"), str(tmp_path / "c.md")], seq_len=10, max_bytes=120)
-    with caplog.at_level("WARNING", "lt_tiled"):
-        data.setup("fit")
-    assert "paths have 150 bytes, of which max_bytes=120 are read: set max_bytes" in caplog.text
+    data = TextFiles([str(tmp_path / "*.log"), str(tmp_path / "c.md")], seq_len=10)
+    data.setup("fit")
     text = bytes(torch.cat([windows(data, "val"), windows(data, "test")]).flatten().tolist())
     assert text == b"c" * 20
-    assert read_text([tmp_path / "a.log", tmp_path / "b.log"], 70) == b"a" * 50 + b"b" * 20
 
 
 @pytest.mark.parametrize(
     ("text", "kwargs", "message"),
     [
         (None, {"paths": "nowhere/*.txt"}, r"paths: 'nowhere/\*.txt' matches no file"),
-        (b"", {"paths": "a.txt"}, r"The 1 files of paths are empty \(a.txt is the first\)"),
+        (b"", {"paths": "a.txt"}, r"The text has 0 tokens"),
         (
             b"abc" * 9,
             {"paths": "a.txt", "seq_len": 10},
