@@ -13,8 +13,8 @@ import torch
 import yaml
 
 from lt_tiled.cli import main
-from tests.forks import Forked
 from tests.models import tiny_llama
+from tests.processes import Forked
 from tests.world import world_of
 
 ROOT = Path(__file__).parent.parent

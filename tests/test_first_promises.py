@@ -20,11 +20,10 @@ from torch.utils.data import DataLoader
 
 from lt_tiled import TiledDDPStrategy, TiledSingleDeviceStrategy, Tiling, prepare
 from lt_tiled.callbacks import TilingReport
-from tests.forks import Forked
 from tests.lit import LitTiny, trainer
 from tests.models import tiny_llama
 from tests.parity import near
-from tests.processes import ROOT
+from tests.processes import ROOT, Forked
 from tests.world import World
 
 

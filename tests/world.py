@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.forks import FORKS
-from tests.processes import LIMIT
+from tests.processes import FORKS, LIMIT
 
 if TYPE_CHECKING:
     import pytest
@@ -40,63 +38,49 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._pipes: list[Connection] = []
         self._ranks: list[Any] = []
-        self._meeting: tempfile.TemporaryDirectory[str] | None = None
+        self._pipes: list[Any] = []
 
     def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list[Any]:
         if not self._ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((fn, args, self.self_checks))
-        answers = self._collect(timeout)
-        if all(answer is not None and answer[0] for answer in answers):
-            return [answer[1] for answer in answers if answer is not None]
-        self.kill()
-        failures = [
-            f"rank {rank}: {a[1] if a else f'no answer within {timeout} s'}"
-            for rank, a in enumerate(answers)
-            if not (a and a[0])
-        ]
-        raise RanksFailed("\n".join(failures))
-
-    def _collect(self, timeout: float) -> list[tuple[bool, Any] | None]:
-        answers: list[tuple[bool, Any] | None] = [None] * self.size
-        end = time.monotonic() + timeout
-        while missing := [pipe for pipe, answer in zip(self._pipes, answers, strict=True) if answer is None]:
-            ready = wait(missing, max(0.0, end - time.monotonic()))
-            if not ready:
-                break
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                try:
-                    answers[self._pipes.index(pipe)] = pipe.recv()
-                except EOFError:
-                    answers[self._pipes.index(pipe)] = (False, "the process died")
-            if any(answer is not None and not answer[0] for answer in answers):
-                end = min(end, time.monotonic() + 5)  # the others may wait for the one that failed
-        return answers
+        return self._results(timeout)
 
     def _start(self) -> None:
-        self._meeting = tempfile.TemporaryDirectory()
-        pipes = [FORKS.Pipe() for _ in range(self.size)]
-        self._pipes = [ours for ours, _ in pipes]
-        meeting = f"file://{Path(self._meeting.name) / 'meeting'}"
-        self._ranks = [
-            FORKS.Process(target=_serve, args=(r, self.size, meeting, theirs), daemon=True)
-            for r, (_, theirs) in enumerate(pipes)
-        ]
-        for rank in self._ranks:
-            rank.start()
-        if any(answer is None for answer in self._collect(LIMIT)):
+        self._meeting = tempfile.TemporaryDirectory()  # it is there until another one takes its place
+        for rank in range(self.size):
+            ours, theirs = FORKS.Pipe()
+            words = (rank, self.size, f"file://{self._meeting.name}/meeting", theirs)
+            self._pipes.append(ours)
+            self._ranks.append(FORKS.Process(target=_serve, args=words, daemon=True))
+            self._ranks[-1].start()
+        self._results(LIMIT)
+
+    def _results(self, timeout: float) -> list[Any]:
+        answers = dict.fromkeys(self._pipes, (False, f"no answer within {timeout} s"))
+        missing, end = set(self._pipes), time.monotonic() + timeout
+        while missing and (ready := wait(missing, max(0.0, end - time.monotonic()))):
+            for pipe in ready:
+                missing.remove(pipe)
+                try:
+                    answers[pipe] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[pipe] = (False, "the process died")
+                if not answers[pipe][0]:
+                    end = min(end, time.monotonic() + 5)  # the others may wait for the one that failed
+        failures = [f"rank {rank}: {text}" for rank, (ended, text) in enumerate(answers.values()) if not ended]
+        if failures:
             self.kill()
-            raise RanksFailed(f"the {self.size} ranks did not start within {LIMIT} s")
+            raise RanksFailed("\n".join(failures))
+        return [result for _, result in answers.values()]
 
     def kill(self) -> None:
         for rank in self._ranks:
             rank.kill()
             rank.join(LIMIT)
-        self._forget()
+        self._ranks, self._pipes = [], []
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -104,12 +88,6 @@ class World:
         for rank in self._ranks:
             rank.join(10)
         self.kill()
-
-    def _forget(self) -> None:
-        self._pipes, self._ranks = [], []
-        if self._meeting is not None:
-            self._meeting.cleanup()
-            self._meeting = None
 
 
 @contextmanager
@@ -136,14 +114,8 @@ def remember_entry_points() -> None:
 
 def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     # Lightning reads these variables to learn that its processes exist already. No process uses the port.
-    os.environ.update(
-        LOCAL_RANK=str(rank),
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        NODE_RANK="0",
-        MASTER_ADDR="localhost",
-        MASTER_PORT="0",
-    )
+    os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "WORLD_SIZE": str(size), "NODE_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     import torch
     import torch.distributed as dist
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.documents import DOCUMENTS, ROOT, Block, blocks, name_of
-from tests.forks import Forked
-from tests.processes import LIMIT
+from tests.processes import LIMIT, Forked
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,8 @@ import torch
 from tests.engines.cells import zero
 from tests.engines.conftest import OnRanks
 from tests.engines.launched import untiled
-from tests.forks import Forked
 from tests.parity import near
-from tests.processes import ROOT
+from tests.processes import ROOT, Forked
 
 pytestmark = pytest.mark.slow
 

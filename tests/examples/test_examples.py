@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from lt_tiled.lm import TextFiles
-from tests.forks import Forked
-from tests.processes import ROOT
+from tests.processes import ROOT, Forked
 
 pytestmark = pytest.mark.slow
 

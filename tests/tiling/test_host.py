@@ -17,9 +17,9 @@ from torch import nn
 import lt_tiled
 from lt_tiled import Tiling, prepare, tile
 from tests.architectures import ARCHITECTURES
-from tests.forks import FORKS
 from tests.models import GatedMLP, H
 from tests.parity import randn
+from tests.processes import FORKS
 
 PACKAGE = Path(lt_tiled.__file__).parent
 INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
