@@ -30,7 +30,7 @@ from lt_tiled.policies import (
     as_sequence_parallel,
 )
 from lt_tiled.recompute.blocks import BlockOffload, BlockPatch, find_checkpointable, turn_off_own_checkpointing
-from lt_tiled.recompute.keep import keeps_attention, policy_of
+from lt_tiled.recompute.keep import is_attention, policy_of
 from lt_tiled.report import Report
 from lt_tiled.sequence_parallel.enable import enable, find_doors, reach_attention
 from lt_tiled.sequence_parallel.groups import group_of
@@ -184,7 +184,7 @@ class Prepared(AbstractContextManager["Prepared"]):
     ) -> None:
         """Run blocks with activation checkpointing, until ``undo`` is closed."""
         keep = policy_of(policy.keep)
-        need_mode = reach_attention(self.model, blocks, undo) if keep is keeps_attention else set()
+        need_mode = reach_attention(self.model, blocks, undo) if keep is is_attention else set()
         for module in turn_off_own_checkpointing(self.model):
             undo.callback(setattr, module, "gradient_checkpointing", True)
         for path, block in blocks:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 
 Policy = TypeVar("Policy")
-Keep = Literal["attention"] | Sequence[str | Callable[..., Any]] | Callable[..., Any]
+Keep = Literal["attention"] | Sequence[str | Callable[..., Any]]
 Compare = Literal["raise", "warn"]
 Tiers = Literal["cpu", "disk", "cpu+disk"]
 LossShards = int | Literal["auto", "always"]
@@ -92,10 +92,8 @@ class ActivationCheckpointing:
     """Whether to bypass the page cache if the filesystem supports it."""
     keep: Keep | None = None
     """Operators whose outputs a block saves instead of recomputing them. ``"attention"`` selects sdpa, flash and flex
-    attention, and the tensors that ranks exchange for it. Otherwise names such as ``["aten.mm.default"]``, or a
-    function ``(ctx, operator, *args, **kwargs) -> CheckpointPolicy`` as for
-    ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, in YAML its dotted path. Outputs are offloaded like
-    block inputs. Operators inside tiles are always recomputed."""
+    attention, and the tensors that ranks exchange for it. Otherwise names such as ``["aten.mm"]``, or operators of
+    ``torch.ops``. Outputs are offloaded like block inputs. Operators inside tiles are always recomputed."""
     compare: Compare = "raise"
     """Whether to ``"raise"`` an error or to ``"warn"`` at the end of a backward pass in which the recompute of a block
     computed other values than its forward pass."""
@@ -106,8 +104,8 @@ class ActivationCheckpointing:
         _check_choice("compare", self.compare, get_args(Compare))
         check_count("prefetch", self.prefetch)
         check_count("keep_last", self.keep_last, least=0)
-        if isinstance(self.keep, str) and self.keep != "attention":
-            raise ValueError(f"keep={self.keep!r} must be 'attention', a function, or a list as ['aten.mm.default'].")
+        if callable(self.keep) or (isinstance(self.keep, str) and self.keep != "attention"):
+            raise ValueError(f"keep={self.keep!r} must be 'attention', or a list of operators as ['aten.mm'].")
         for name, tier in (("cpu_budget", "cpu"), ("disk_budget", "disk"), ("directory", "disk")):
             value = getattr(self, name)
             if value is not None and tier not in (self.offload or ""):

@@ -67,14 +67,6 @@ def test_registered_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert config(capsys, *STRATEGY[:2], "--trainer.strategy=tiled_ddp")["trainer"]["strategy"] == "tiled_ddp"
 
 
-@pytest.mark.slow
-def test_policy_function(capsys: pytest.CaptureFixture[str]) -> None:
-    """A policy may be the path of a function, and is saved as it was given."""
-    function = "tests.recompute.test_keep.everything"
-    whole = config(capsys, *STRATEGY, f"--trainer.strategy.activation_checkpointing.keep={function}")
-    assert whole["trainer"]["strategy"]["init_args"]["activation_checkpointing"]["keep"] == function
-
-
 PARENTS = {
     "TiledSingleDeviceStrategy": ["device"],
     "TiledDDPStrategy": ["find_unused_parameters", "static_graph", "ddp_comm_hook", "start_method"],

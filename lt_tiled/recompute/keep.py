@@ -1,13 +1,12 @@
 """Selective activation checkpointing: blocks keep the outputs of chosen operators, and the recompute does not run them.
 
 NOTE [What is kept]
-A policy chooses operators, as that of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` does. Two things
-differ from the modes of that function. Outputs go where a block's input goes, to CPU memory or the disk. What may draw
-random numbers is kept with the state after it, so that the recompute goes on with the masks of the forward pass.
+Two things differ from ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. Outputs go where a block's
+input goes, to CPU memory or the disk. What may draw random numbers is kept with the state after it, so that the
+recompute goes on with the masks of the forward pass.
 
-The recompute gets the output of an operator's n-th call for its n-th call. What runs in one pass alone, such as what an
-engine does inside a block, is run. Views, operators that write to their arguments, and those that only allocate memory,
-which code outside of torch may fill, run in both passes. What runs in tiles is hidden: see ``hidden_from_checkpoints``.
+The recompute gets the output of an operator's n-th call for its n-th call. Operators that write to their arguments run
+in both passes. What runs in tiles is hidden: see ``hidden_from_checkpoints``.
 
 NOTE [Attention]
 A mode that sees each operator of a block doubles its host time. So with ``keep="attention"`` the mode stands only while
@@ -23,42 +22,37 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # torch names them in no public module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lt_tiled.recompute.mode import RandomState, version_of
 from lt_tiled.recompute.saved import BlockFingerprints
 
-Chooses = Callable[..., Any]
-"""A policy ``(ctx, operator, *args, **kwargs)``, which returns a ``CheckpointPolicy`` or whether to keep the output."""
+Chooses = Callable[[Any], bool]
+"""Whether the outputs of an operator are kept."""
 
 
-class KeptOutput(NamedTuple):
-    """What one call of an operator returned."""
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor among the outputs of an operator."""
 
-    leaves: list[Any]
-    """What it returned, tensors as they were stored."""
-    versions: list[int | None]
-    """Of its tensors; ``None`` for other values."""
-    form: Any
-    """How leaves are nested."""
-    random: RandomState | None
-    """The state behind it, if it may have drawn random numbers."""
+    stored: Any
+    version: int
 
 
 class KeepMode(TorchDispatchMode):
     """What one call of a block keeps: recorded in its forward pass, returned in its recompute.
 
     Args:
-        chooses: The policy.
+        chooses: Which operators.
         finds_attention: Whether a mode has to find attention functions.
         device: Where the block runs.
         fingerprints: Compare what the operators are given: their outputs are equal in any case.
@@ -81,8 +75,8 @@ class KeepMode(TorchDispatchMode):
         self.device = device
         self.fingerprints = fingerprints
         self.store = store
-        self.values: dict[Any, KeptOutput] = {}
-        """By the operator and the number of its call."""
+        self.values: dict[Any, tuple[Any, RandomState | None]] = {}
+        """By the operator and the number of its call: its outputs, and the random state behind it if it may draw."""
         self.is_on = False
         """Whether the mode is on."""
         self._recorded = False
@@ -102,7 +96,7 @@ class KeepMode(TorchDispatchMode):
             with ExitStack() as stack:
                 if self.finds_attention:
                     stack.enter_context(FindsAttention())
-                if self.chooses is not keeps_attention:
+                if self.chooses is not is_attention:
                     stack.enter_context(self.turned_on())
                 yield
         finally:
@@ -125,61 +119,46 @@ class KeepMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, or return its output of the forward pass."""
         kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)
-        if schema is not None and (schema.is_mutable or getattr(func, "is_view", False) or "empty" in schema.name):
+        schema = getattr(func, "_schema", None)  # which operators of a higher order do not have
+        if not self.chooses(func) or (schema is not None and schema.is_mutable):
             return func(*args, **kwargs)
-        place = (func, self._calls[func])
+        call = (func, self._calls[func])
         self._calls[func] += 1
-        if self._recorded:
-            kept = self.values.get(place)
-            if kept is not None:
-                self._compare(place, (args, kwargs))
-                return self._unpack(kept)
-            return func(*args, **kwargs)
+        arguments = enumerate(tree_leaves((args, kwargs)))
+        if call in self.values:
+            for index, argument in arguments:
+                self.fingerprints.compare((call, index), argument)
+            output, random = self.values[call]
+            if random is not None:
+                random.set()
+            return tree_map_only(KeptTensor, self._unpack, output)
         output = func(*args, **kwargs)
-        context = SelectiveCheckpointContext(is_recompute=False)
-        context.op_output = output  # torch 2.11 has no argument for it
-        if _saves(self.chooses(context, func, *args, **kwargs), func):
+        # What runs in the recompute alone, such as what an engine does inside a block, is not kept.
+        if not self._recorded:
+            for index, argument in arguments:
+                self.fingerprints.take((call, index), argument)
             draws = schema is None or func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
-            self.values[place] = self._pack(output, draws)
-            self._compare(place, (args, kwargs))
+            random = RandomState.now(self.device) if draws else None
+            self.values[call] = (tree_map_only(Tensor, self._pack, output), random)
         return output
 
-    def _compare(self, place: Any, arguments: Any) -> None:
-        for index, leaf in enumerate(tree_leaves(arguments)):
-            if self._recorded:
-                self.fingerprints.compare((place, index), leaf)
-            elif isinstance(leaf, Tensor):
-                self.fingerprints.take((place, index), leaf)
+    def _pack(self, tensor: Tensor) -> KeptTensor:
+        # As above autograd, where a detached tensor sees in-place changes of the other one.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            stored = tensor.detach()
+            if self.store is not None:
+                stored = self.store.pack(stored, kept=True)
+        return KeptTensor(stored, version_of(tensor))
 
-    def _pack(self, output: Any, draws: bool) -> KeptOutput:
-        leaves, form = tree_flatten(output)
-        versions: list[int | None] = []
-        for index, leaf in enumerate(leaves):
-            versions.append(version_of(leaf) if isinstance(leaf, Tensor) else None)
-            if isinstance(leaf, Tensor):
-                # As above autograd, where a detached tensor sees in-place changes of the other one.
-                with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-                    detached = leaf.detach()
-                    leaves[index] = detached if self.store is None else self.store.pack(detached, kept=True)
-        return KeptOutput(leaves, versions, form, RandomState.now(self.device) if draws else None)
-
-    def _unpack(self, kept: KeptOutput) -> Any:
-        if kept.random is not None:
-            kept.random.set()
-        leaves: list[Any] = []
-        for leaf, version in zip(kept.leaves, kept.versions, strict=True):
-            if version is None:
-                leaves.append(leaf)
-                continue
-            if isinstance(leaf, Tensor) and version_of(leaf) != version:
-                raise RuntimeError(
-                    f"An output of shape {list(leaf.shape)} that a block keeps was changed in place after its"
-                    " operator. Make the change out of place, or name other operators in"
-                    " ActivationCheckpointing(keep=...)."
-                )
-            leaves.append((leaf if self.store is None else self.store.unpack(leaf)).detach())
-        return tree_unflatten(leaves, kept.form)
+    def _unpack(self, kept: KeptTensor) -> Tensor:
+        tensor: Any = kept.stored
+        if isinstance(tensor, Tensor) and version_of(tensor) != kept.version:
+            raise RuntimeError(
+                f"An output of shape {list(tensor.shape)} that a block keeps was changed in place after its operator."
+                " Make the change out of place, or name other operators in ActivationCheckpointing(keep=...)."
+            )
+        loaded: Tensor = tensor if self.store is None else self.store.unpack(tensor)
+        return loaded.detach()
 
 
 _kept: ContextVar[KeepMode | None] = ContextVar("kept", default=None)
@@ -195,11 +174,6 @@ def is_attention(function: Any) -> bool:
     name = str(function)
     parts = ("attention", "flash_attn", "inductor_compiled_code", "lt_tiled.all_to_all")
     return "backward" not in name and any(part in name for part in parts)
-
-
-def keeps_attention(context: Any, func: Any, *args: Any, **kwargs: Any) -> bool:
-    """Keep the outputs of attention: the policy of ``keep="attention"``."""
-    return is_attention(func)
 
 
 @contextmanager
@@ -227,43 +201,30 @@ class FindsAttention(TorchFunctionMode):
 # Policies
 
 
-def _saves(decision: Any, func: Any) -> bool:
-    if isinstance(decision, bool):
-        return decision
-    if not isinstance(decision, CheckpointPolicy):
-        raise ValueError(
-            f"keep returned {decision!r} for {func}: return a torch.utils.checkpoint.CheckpointPolicy, or whether to"
-            " keep the output."
-        )
-    return decision in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-
-
-def policy_of(keep: Literal["attention"] | Sequence[Any] | Chooses | None) -> Chooses | None:
-    """Return the function of a policy, which may be a list of operators or of their names.
+def policy_of(keep: Literal["attention"] | Sequence[Any] | None) -> Chooses | None:
+    """Return which operators a policy names; a name without its overload stands for all of them.
 
     Raises:
-        ValueError: If a name is not that of one operator.
+        ValueError: If a name is not that of an operator.
     """
     if keep == "attention":
-        return keeps_attention
-    if keep is None or callable(keep):
-        return keep
-    chosen = frozenset(map(_operator, keep))
-    return lambda context, func, *args, **kwargs: func in chosen
-
-
-def _operator(name: Any) -> Any:
-    found = name
-    if isinstance(name, str):
-        found = torch.ops
-        for part in name.split("."):
-            found = getattr(found, part, None)
-    if isinstance(found, OpOverload | HigherOrderOperator):
-        return found
-    if isinstance(found, OpOverloadPacket):
-        overloads = ", ".join(f"{name}.{overload}" for overload in found.overloads())
-        raise ValueError(f"keep names {str(name)!r}, which stands for several operators: name {overloads}.")
-    raise ValueError(
-        f"keep names {name!r}, which is no operator of torch.ops: write namespace, name and overload, as in"
-        " 'aten.mm.default', and import the package that registers it."
-    )
+        return is_attention
+    if keep is None:
+        return None
+    chosen: set[Any] = set()
+    for name in keep:
+        operator = name
+        if isinstance(name, str):
+            operator = torch.ops
+            for part in name.split("."):
+                operator = getattr(operator, part, None)
+        if isinstance(operator, OpOverloadPacket):
+            chosen.update([getattr(operator, overload) for overload in operator.overloads()])
+        elif isinstance(operator, OpOverload | HigherOrderOperator):
+            chosen.add(operator)
+        else:
+            raise ValueError(
+                f"keep names {name!r}, which is no operator of torch.ops: write namespace and name, as in 'aten.mm',"
+                " and import the package that registers it."
+            )
+    return chosen.__contains__

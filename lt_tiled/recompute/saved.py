@@ -65,9 +65,9 @@ class BlockFingerprints:
             self.take(place, saved.tensors[place])
         return output
 
-    def take(self, place: Any, tensor: Tensor) -> None:
-        """Take the fingerprint of a tensor that has values."""
-        if _has_values(tensor):
+    def take(self, place: Any, tensor: Any) -> None:
+        """Take a fingerprint, if this is a tensor that has values."""
+        if isinstance(tensor, Tensor) and _has_values(tensor):
             with hidden_from_checkpoints():
                 self.taken[place] = fingerprint(_plain(tensor), ROWS)
 
