@@ -8,23 +8,15 @@ computes other values, the backward pass raises (``compare.py``). Side effects i
 
 NOTE [What is offloaded]
 A block's hidden states are offloaded: its first floating-point argument of two or more dimensions, and the arguments of
-the same shape that require a gradient, such as a separate residual stream. Of these tensors, the following stay on the
-device:
-
-* weights and views of weights, which stay there anyway;
-* tensors that cannot be restored from their bytes, such as subclasses, sparse, nested and quantized tensors, and views
-  whose memory is mostly not theirs (``movable`` in ``offload/tensors.py``);
-* tensors smaller than 1 MiB (``MIN_BYTES`` in ``offload/offloader.py``), and the last ``keep_last`` ones;
-* with ``offload="cpu"``, tensors for which ``cpu_budget`` has no room.
-
-A tensor that several blocks save is stored once. What a block keeps for its recompute (``keep``) goes through the same
-offloader.
+the same shape that require a gradient, such as a separate residual stream. Weights and views of weights stay on the
+device anyway, and so do tensors that cannot be restored from their bytes (``movable`` in ``offload/tensors.py``). What
+a block keeps for its recompute (``keep``) goes through the same offloader.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,7 +39,7 @@ from lt_tiled.policies import ActivationCheckpointing
 from lt_tiled.recompute.buffers import Buffers
 from lt_tiled.recompute.compare import describe
 from lt_tiled.recompute.keep import Chooses, KeepMode
-from lt_tiled.recompute.mode import Carried, Precision, in_checkpoint, is_backward, is_transformed
+from lt_tiled.recompute.mode import Precision, carried, in_checkpoint, is_backward, is_transformed
 from lt_tiled.recompute.saved import COMPARED, BlockFingerprints
 
 
@@ -145,7 +137,7 @@ class BlockCall:
         self.stops_early = torch.utils.checkpoint._enable_checkpoint_early_stop is not False
         device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
         self.precision = Precision.now(device)
-        self.carried = Carried()
+        self.carried = [(variable, variable.get()) for variable in carried]
         self.buffers = Buffers(module.modules())
         self.fingerprints = BlockFingerprints(patch.name, patch.raises)
         self.kept: KeepMode | None = None
@@ -153,19 +145,21 @@ class BlockCall:
             self.kept = KeepMode(patch.keep, patch.finds_attention, device, self.fingerprints, patch.offload)
 
     def run(self, function: Callable[[], Any], given: Sequence[Tensor]) -> Any:
-        """Run the block: its forward pass the first time, and then its recompute."""
+        """Run the block on these tensors: its forward pass the first time, and then its recompute."""
+        if self.kept is not None:
+            function = partial(self.kept.run, function)
         if not self.ran:
             self.ran = True
-            with self._keeping():
-                return self.fingerprints.forward(function, given)
-        with self.buffers.in_place(), self.precision.context(), self.carried.context(), self._keeping():
+            return self.fingerprints.forward(function, given)
+        with ExitStack() as stack:
+            for variable, value in self.carried:
+                stack.callback(variable.reset, variable.set(value))
+            stack.enter_context(self.buffers.in_place())
+            stack.enter_context(self.precision.context())
             output = function()
         if self.stops_early:
             raise RuntimeError(f"{describe(self.fingerprints.name, 'it saves fewer tensors')}.")
         return output
-
-    def _keeping(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.kept is None else self.kept.one_pass()
 
 
 def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> list[tuple[str, nn.Module]]:

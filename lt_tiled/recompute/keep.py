@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # torch names them in no public module
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lt_tiled.recompute.mode import RandomState, version_of
@@ -77,8 +77,6 @@ class KeepMode(TorchDispatchMode):
         self.store = store
         self.values: dict[Any, tuple[Any, RandomState | None]] = {}
         """By the operator and the number of its call: its outputs, and the random state behind it if it may draw."""
-        self.is_on = False
-        """Whether the mode is on."""
         self._recorded = False
         self._calls = Counter[Any]()
 
@@ -87,34 +85,18 @@ class KeepMode(TorchDispatchMode):
         """Let functions that a block calls run compiled."""
         return True
 
-    @contextmanager
-    def one_pass(self) -> Iterator[None]:
-        """Record outputs in the forward pass; return them in each recompute."""
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Record outputs in the forward pass, the first one; return them in each recompute."""
         self._calls.clear()
+        finds = FindsAttention() if self.finds_attention else nullcontext()
+        everywhere = nullcontext() if self.chooses is is_attention else self
         token = _kept.set(self)
         try:
-            with ExitStack() as stack:
-                if self.finds_attention:
-                    stack.enter_context(FindsAttention())
-                if self.chooses is not is_attention:
-                    stack.enter_context(self.turned_on())
-                yield
+            with finds, everywhere:
+                return function()
         finally:
             _kept.reset(token)
             self._recorded = True
-
-    @contextmanager
-    def turned_on(self) -> Iterator[None]:
-        """Turn the mode on for a while, unless it is."""
-        if self.is_on:
-            yield
-            return
-        self.is_on = True
-        try:
-            with self:
-                yield
-        finally:
-            self.is_on = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, or return its output of the forward pass."""
@@ -180,10 +162,10 @@ def is_attention(function: Any) -> bool:
 def attending() -> Iterator[None]:
     """Let the block around, if there is one, keep the attention that runs inside."""
     kept = _kept.get()
-    if kept is None:
+    if kept is None or kept in _get_current_dispatch_mode_stack():
         yield
         return
-    with kept.turned_on():
+    with kept:
         yield
 
 

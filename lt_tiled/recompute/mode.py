@@ -136,23 +136,6 @@ carried: list[ContextVar[Any]] = []
 Not all of a context: others hold outputs of the block, such as that by which transformers collects hidden states."""
 
 
-class Carried:
-    """The values of these variables when this object was created."""
-
-    def __init__(self) -> None:
-        self.values = [(variable, variable.get()) for variable in carried]
-
-    @contextmanager
-    def context(self) -> Iterator[None]:
-        """Set the variables to these values, which another thread may not have."""
-        tokens = [(variable, variable.set(value)) for variable, value in self.values]
-        try:
-            yield
-        finally:
-            for variable, token in tokens:
-                variable.reset(token)
-
-
 # Modes, hooks and transforms around
 
 PLAIN_TENSORS = (Tensor, nn.Parameter)

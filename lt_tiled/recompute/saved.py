@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from lt_tiled.recompute.compare import EPS, ROWS, VERDICT, Sample, describe, fingerprint
-from lt_tiled.recompute.mode import PLAIN_TENSORS, hidden_from_checkpoints, is_backward
+from lt_tiled.recompute.mode import PLAIN_TENSORS, is_backward
 
 MOST_ENDS = 8
 """So many of the tensors on which outputs depend are compared; of many experts, others in each call."""
@@ -68,8 +68,7 @@ class BlockFingerprints:
     def take(self, place: Any, tensor: Any) -> None:
         """Take a fingerprint, if this is a tensor that has values."""
         if isinstance(tensor, Tensor) and _has_values(tensor):
-            with hidden_from_checkpoints():
-                self.taken[place] = fingerprint(_plain(tensor), ROWS)
+            self.taken[place] = fingerprint(_plain(tensor), ROWS)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
     def compare(self, place: Any, tensor: Any) -> None:
@@ -82,8 +81,7 @@ class BlockFingerprints:
         if isinstance(tensor, Tensor):
             if not _has_values(tensor):
                 return
-            with hidden_from_checkpoints():
-                found = fingerprint(_plain(tensor), ROWS)
+            found = fingerprint(_plain(tensor), ROWS)
             if found.shape == before.shape:
                 now = found
             if tensor.is_floating_point() or tensor.is_complex():

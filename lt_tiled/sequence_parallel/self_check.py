@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 from lt_tiled._log import inform
 from lt_tiled.modules.patch import turned_off
 from lt_tiled.recompute.blocks import BlockPatch
-from lt_tiled.recompute.buffers import ModuleState
 from lt_tiled.recompute.mode import RandomState, random_state_kept, rounds_products
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.groups import check_same_batch, group_mean, name_of
@@ -209,10 +208,15 @@ def _results(call: Call, forward: Callable[..., Any]) -> list[Tensor]:
 
 @contextmanager
 def _as_it_was(module: nn.Module, training: bool) -> Iterator[None]:
-    """Run a module in a mode, without dropout. Undo changes of buffers and attributes, training modes among them."""
-    state = ModuleState(list(module.modules()))
+    """Run a module in a mode, without dropout. Undo changes of buffers and attributes, training modes among them.
+
+    What containers in attributes hold stays.
+    """
+    parts = list(module.modules())
+    attributes = [(part, dict(vars(part)), dict(part._buffers), set(part._forward_hooks)) for part in parts]
+    values = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not buffer.requires_grad]
     try:
-        for part in module.modules():
+        for part in parts:
             part.training = part.training and training
             for name, value in list(vars(part).items()):
                 random = any(of in name for of in _RANDOM) or (name == "p" and "Dropout" in type(part).__name__)
@@ -220,4 +224,13 @@ def _as_it_was(module: nn.Module, training: bool) -> Iterator[None]:
                     vars(part)[name] = 0.0
         yield
     finally:
-        state.put_back()
+        for part, before, buffers, hooks in attributes:
+            vars(part).clear()
+            vars(part).update(before)
+            part._buffers.clear()
+            part._buffers.update(buffers)
+            # transformers sets hooks in a model's first call, and notes in an attribute that it has.
+            for key in part._forward_hooks.keys() - hooks:
+                del part._forward_hooks[key]
+        for buffer, value in values:
+            buffer.data.copy_(value)
