@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,28 +28,27 @@ class RandomState:
     """The states of the random generators that a module on ``device`` draws from."""
 
     device: torch.device
-    cpu: Tensor
-    accelerator: Tensor | None
+    states: list[Tensor]
+    """That of the CPU, and behind it that of the device."""
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
         """Return the current states."""
-        accelerator = None
+        states = [torch.get_rng_state()]
         if device.type not in ("cpu", "meta"):
-            accelerator = torch.get_device_module(device).get_rng_state(device)
-        return cls(device, torch.get_rng_state(), accelerator)
+            states.append(torch.get_device_module(device).get_rng_state(device))
+        return cls(device, states)
 
     def set(self) -> None:
         """Make them the current states."""
-        torch.set_rng_state(self.cpu)
-        if self.accelerator is not None:
-            torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
+        torch.set_rng_state(self.states[0])
+        for state in self.states[1:]:
+            torch.get_device_module(self.device).set_rng_state(state, self.device)
 
     def same_as(self, other: RandomState) -> bool:
         """Whether both would give the same random numbers."""
         with _disable_current_modes():  # states are real tensors, also where a model runs on fake ones
-            pairs = ((self.cpu, other.cpu), (self.accelerator, other.accelerator))
-            return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+            return all(map(torch.equal, self.states, other.states))
 
 
 @contextmanager
@@ -74,6 +72,8 @@ class Precision:
 
     kind: str
     default: torch.dtype
+    dtype: torch.dtype | None
+    """The dtype of autocast on the device, if it is enabled."""
     cache: bool
     settings: tuple[tuple[str, bool, torch.dtype], ...]
     """Kind of device, whether autocast is enabled, its dtype. Devices without autocast have none."""
@@ -83,21 +83,17 @@ class Precision:
     @classmethod
     def now(cls, device: torch.device) -> Precision:
         """Return the current settings."""
+        autocast = None
         settings: list[tuple[str, bool, torch.dtype]] = []
-        for kind in dict.fromkeys((device.type, "cpu")):
+        for kind in ("cpu", device.type):
             if torch.amp.is_autocast_available(kind):
-                settings.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+                enabled = torch.is_autocast_enabled(kind)
+                dtype = torch.get_autocast_dtype(kind)
+                settings.append((kind, enabled, dtype))
+                autocast = dtype if enabled and kind == device.type else None
         cache = torch.is_autocast_cache_enabled()
         kernels = tuple(_cur_sdpa_kernel_backends())
-        return cls(device.type, torch.get_default_dtype(), cache, tuple(settings), kernels)
-
-    @cached_property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype of autocast on the device where it is enabled."""
-        for kind, enabled, dtype in self.settings:
-            if enabled and kind == self.kind:
-                return dtype
-        return None
+        return cls(device.type, torch.get_default_dtype(), autocast, cache, tuple(settings), kernels)
 
     @contextmanager
     def context(self) -> Iterator[None]:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch._dynamo.decorators import skip  # torch.compiler.disable would wrap a call for each saved tensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -100,7 +99,6 @@ class _SavedTensors:
         self._others = defaultdict[int, list[int]](list)
         """The places of saved tensors without a graph, by the number of the node that saved them."""
 
-    @skip
     def add(self, tensor: Tensor) -> _Saved:
         """Hold a tensor, and return its metadata."""
         place = len(self.tensors)
@@ -148,7 +146,6 @@ class _Saved(NamedTuple):
     place: int
     of: BlockFingerprints
 
-    @skip
     def __ne__(self, recomputed: object) -> bool:
         assert isinstance(recomputed, Tensor)
         if recomputed.shape != self.shape or recomputed.dtype != self.dtype:
@@ -179,7 +176,6 @@ def _has_values(tensor: Tensor) -> bool:
     return plain.numel() > 0 and not plain.is_meta and plain.untyped_storage().nbytes() > 0
 
 
-@skip
 def _metadata(tensor: Tensor) -> Any:
     # A forward pass may differentiate blocks that ran before: what they recompute is not of this one.
     saved = _current.get()
