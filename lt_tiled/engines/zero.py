@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.modules.find import outermost, walk_all
-from lt_tiled.modules.patch import Order, Patch, get_patch, is_of, remove_patch, set_patch, without_compiler
+from lt_tiled.modules.patch import Order, Patch, get_patch, is_of, remove_patch, set_patch
 from lt_tiled.tiling.patch import tiled_patches, whole_modules
 
 _SETS_HOOK = "register_full_backward_hook"
@@ -65,7 +65,7 @@ class LeafPatch(Patch):
         # The last one, so inside of what frees the weights.
         return module.register_forward_pre_hook(self._join, with_kwargs=True)
 
-    @without_compiler
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _join(self, leaf: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let a call's hidden states, its first floating-point tensor, go through a node that the token waits for."""
         if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in leaf.parameters())):
@@ -82,7 +82,7 @@ class LeafPatch(Patch):
                 return pytree.tree_unflatten(leaves, tree)
         raise self._lost()
 
-    @without_compiler
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _reduce(self, leaf: nn.Module, _: Tensor) -> None:
         self.hook(leaf, (), ())
         self.ran_in = torch._C._current_graph_task_id()

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.loss.products import GraphTile, Head, LinearTile, linear
-from lt_tiled.modules.patch import without_compiler
 from lt_tiled.policies import Tiling
 from lt_tiled.recompute.compare import TileFingerprints
 from lt_tiled.recompute.mode import (
@@ -64,6 +63,7 @@ def loss_places(num_shards: int | Literal["auto"], hidden: Tensor, counted: Tens
     return list(rows.tensor_split(max(1, math.ceil(len(rows) / size))))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def tiled_loss(
     head: Head,
     hidden: Tensor,
@@ -203,7 +203,7 @@ class _TiledLoss(torch.autograd.Function):
         return losses.sum() / call.divisor
 
     @staticmethod
-    @without_compiler
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(

@@ -10,10 +10,8 @@ from torch import Tensor
 from lt_tiled.loss.autograd import Count, tiled_loss
 from lt_tiled.loss.cross_entropy import CrossEntropy, Reduction, shifted
 from lt_tiled.loss.products import linear
-from lt_tiled.modules.patch import without_compiler
 
 
-@without_compiler
 def tiled_linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -65,7 +63,8 @@ def tiled_linear_cross_entropy(
     weights = [weight]
     if bias is not None:
         weights.append(bias)
-    return tiled_loss(linear, hidden, labels, weights, kind, num_shards, count)
+    loss: Tensor = tiled_loss(linear, hidden, labels, weights, kind, num_shards, count)
+    return loss
 
 
 def tiled_token_logprobs(

@@ -129,7 +129,9 @@ class HeadCall:
         bounds = loss_bounds(patch.num_shards, len(hidden), hidden.shape[-1])
         patch.untiled = ""
         patch.largest.note(len(hidden), bounds, f"the loss of {patch.name}")
-        loss = partial(tiled_loss, kind=kind, num_shards=patch.num_shards, name=f"the head of {patch.name}")
+        loss: partial[Tensor] = partial(
+            tiled_loss, kind=kind, num_shards=patch.num_shards, name=f"the head of {patch.name}"
+        )
         if not steps and patch.below is None and type(head).forward is nn.Linear.forward:
             return loss(linear, hidden, target, list(filter(torch.is_tensor, (head.weight, head.bias))))
         weights = weights_of(list(head.modules()))

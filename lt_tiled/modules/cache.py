@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from lt_tiled.modules.find import has_class, walk_all
-from lt_tiled.modules.patch import without_compiler
 
 
 def leave_out_caches(model: nn.Module, undo: ExitStack) -> None:
@@ -26,7 +25,7 @@ def leave_out_caches(model: nn.Module, undo: ExitStack) -> None:
             undo.callback(module.register_forward_pre_hook(_leave_out_cache, with_kwargs=True).remove)
 
 
-@without_compiler
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _leave_out_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Set ``use_cache=False`` unless the caller decides, or wants neither gradients nor a loss."""
     function = type(module).forward

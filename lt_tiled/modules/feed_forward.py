@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
@@ -18,10 +17,8 @@ _METHODS = ("_ff_block", "feed_forward_chunk", "ff_chunk")
 """Methods that are a block's MLP: those of torch's layers, of BERT-like layers, and of ALBERT and Longformer."""
 _SIZES = {"in_features": "out_features", "nx": "nf", "input_size": "output_size"}
 """Where a projection has its sizes: ``nn.Linear``, ``Conv1D`` of transformers, JetMoE's experts."""
-_BEFORE = re.compile(r"pre.*(feed|ffw?|mlp)|(^|_)(ffn?|mlp|feed_?forward)_(layer)?norm|ln_mlp", re.IGNORECASE)
-_SECOND = re.compile(r"post_attention|(norm|ln)_?[23]$|layernorm_after|final_layer_norm", re.IGNORECASE)
-_AFTER = re.compile(r"post.*(feed|ffw?|mlp)", re.IGNORECASE)
-"""The names of norms before an MLP, of a block's second norm, and of norms after an MLP."""
+_AFTER = re.compile(r"post.*(feed|ffw?|mlp|self_attn)", re.IGNORECASE)
+"""The names of norms that take an output of the block's parts, and not the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +40,16 @@ class Tileable:
     method: str = "forward"
     parts: tuple[str, ...] | None = None
     parent: nn.Module | None = None
-    before: tuple[nn.Module, ...] = ()
-    after: tuple[nn.Module, ...] = ()
+    before: Sequence[nn.Module] = ()
+    after: Sequence[nn.Module] = ()
     named: bool = False
     norm_of: int | None = None
-
-    @property
-    def kind(self) -> str:
-        """The class, or ``Class.method``."""
-        return f"{type(self.module).__name__}.{self.method}".removesuffix(".forward")
-
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-        return f"{self.path} ({self.kind})" if self.path else self.kind
 
 
 def find_feed_forwards(block: nn.Module, path: str) -> Iterator[Tileable]:
     """Yield the MLPs in a block, with the norms next to them."""
-    before, after = norms_next_to_mlp(block)
+    stream, after = norms_of(block)
+    before = stream[1:][-1:]
     children = [(name, child) for name, child in children_of(block) if not mixes_tokens(name, child)]
     for method in _METHODS:
         if callable(getattr(type(block), method, None)):
@@ -103,7 +91,7 @@ def parts_below(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def mixes_tokens(name: str, module: nn.Module) -> bool:
     """Whether the module is known to look across tokens: attention, convolutions, recurrences, batch norms, shifts."""
     shifts = nn.ConstantPad1d | nn.ConstantPad2d  # RWKV's
-    if isinstance(module, _ConvNd | nn.RNNBase | _NormBase | shifts) or cannot_be_tiled(module) is not None:
+    if isinstance(module, _ConvNd | nn.RNNBase | _NormBase | shifts) or has_capacity(module):
         return True
     label = f"{name} {type(module).__name__}".lower()
     # A layer with attention, such as Zamba 2's AttentionDecoderLayer, also has an MLP.
@@ -115,14 +103,9 @@ def has_mixer(module: nn.Module) -> bool:
     return any(mixes_tokens(path.rpartition(".")[2], part) for path, part in walk(module))
 
 
-def cannot_be_tiled(part: nn.Module) -> str | None:
-    """Return why a module cannot run in tiles although a few tokens may not show it."""
-    if isinstance(part, torch.jit.ScriptModule):
-        return "whose compiled code computes with its own weights"
-    # Switch Transformers' expert_capacity: a router sends its experts a limited number of tokens.
-    if any("capacity" in name and isinstance(value, int | float) for name, value in vars(part).items()):
-        return "whose experts have a capacity, so that the result of a token depends on all tokens"
-    return None
+def has_capacity(part: nn.Module) -> bool:
+    """Whether a router sends its experts a limited number of tokens (Switch Transformers), which few do not show."""
+    return any("capacity" in name and isinstance(value, int | float) for name, value in vars(part).items())
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -135,19 +118,22 @@ def is_one_kernel(norm: nn.Module) -> bool:
     return isinstance(norm, nn.LayerNorm | nn.RMSNorm)
 
 
-def norms_next_to_mlp(block: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
-    """Return the norms whose names say that they stand before the block's MLP, and those after it.
+def norms_of(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the norms of the residual stream, of which the last one of several stands before the MLP, and the others.
 
-    A guess that only costs a recompute of the norm where it is wrong: what the block does with an output decides.
+    The others take the output of attention or the MLP. A guess that only costs a recompute of the norm where it is
+    wrong: what the block does with an output decides.
     """
-    norms = {name: child for name, child in children_of(block) if is_norm(child)}
-    after = [norms.pop(name) for name in list(norms) if _AFTER.search(name)]
-    before = [norm for name, norm in norms.items() if _BEFORE.search(name)]
-    if not before and len(norms) > 1:
-        before = [norm for name, norm in norms.items() if _SECOND.search(name)][-1:]
-    # The gradient of a scale reads the MLP's output, as that of a norm does. The first one stands after attention.
-    scales = [child for _, child in children_of(block) if "LayerScale" in type(child).__name__]
-    return tuple(before), (*after, *scales[-1:])
+    stream: list[nn.Module] = []
+    others: list[nn.Module] = []
+    scales: list[nn.Module] = []
+    for name, child in children_of(block):
+        if "LayerScale" in type(child).__name__:
+            scales.append(child)
+        elif is_norm(child):
+            (others if _AFTER.search(name) else stream).append(child)
+    # The gradient of a scale reads the MLP's output, as that of a norm does. The first scale stands after attention.
+    return stream, others + scales[-1:]
 
 
 @dataclass(frozen=True)
@@ -155,59 +141,54 @@ class MLPSizes:
     """The sizes of an MLP, a mixture of experts or a norm, from which the size of its tiles follows.
 
     Attributes:
-        hidden: ``hidden_size``.
-        intermediate: ``intermediate_size``: of a mixture, that of a gated MLP with as many weights as a token uses; of
-            a norm, ``hidden_size``.
         summed: The elements of the weights whose gradients a tile sums: those of all experts.
         used: The elements of the weights that a token uses: those of its ``top_k`` experts, and what all tokens share.
+        hidden: ``hidden_size``, of the model where a norm of each head has a smaller one; 0 if it is that of the input.
     """
 
-    hidden: int
-    intermediate: int
     summed: int
     used: int
+    hidden: int = 0
 
     @classmethod
     def dense(cls, hidden: int, intermediate: int) -> MLPSizes:
         """Return the sizes of an MLP of which each token uses all, with three weights as a gated one has."""
         weights = 3 * hidden * intermediate
-        return cls(hidden, intermediate, summed=weights, used=weights)
+        return cls(weights, weights, hidden)
 
 
 def find_sizes(*modules: nn.Module) -> MLPSizes | None:
     """Return the sizes of a mixture of experts or an MLP, or ``None`` where its weights do not show them."""
-    matrices: list[Sequence[int]] = []
-    weights: list[tuple[nn.Parameter, Sequence[int], int]] = []
-    top_k = summed = used = 0
+    most = top_k = summed = used = 0
     for module in modules:
-        weights += _weights(module)
         for _, part in walk_all(module):
             config = getattr(part, "config", None)  # its own top_k is another one
             for number in (getattr(part, "top_k", None), getattr(config, "num_experts_per_tok", None)):
-                top_k = top_k or (number if isinstance(number, int) else 0)
-    for weight, shape, experts in weights:
-        if experts > 1 and len(shape) > 1:
-            matrices.append(shape[-2:])
-        summed += prod(shape) * weight.requires_grad
-        used += prod(shape) * min(top_k, experts) // experts
-    if not matrices or not top_k:
-        widths = mlp_widths(*modules)
-        return None if widths is None else MLPSizes.dense(*widths)
-    # The first matrix leads to intermediate_size, mostly with gate and up in one, and the last one back. hidden_size is
-    # the last dimension of the first, unless the model keeps matrices the other way around (GPT-OSS, Llama 4).
-    first, last = matrices[0], matrices[-1]
-    hidden = first[-1] if first[-1] in last else first[-2]
-    return MLPSizes(hidden, max(1, used // (3 * hidden)), summed, used)
+                if isinstance(number, int):
+                    top_k = top_k or number
+    for module in modules:
+        for weight, experts in _weights(module):
+            elements = prod(full_shape(weight))
+            most = max(most, experts)
+            summed += elements * weight.requires_grad
+            used += elements * min(top_k, experts) // experts
+    if most > 1 and top_k:
+        return MLPSizes(summed, used)
+    widths = mlp_widths(*modules)
+    return None if widths is None else MLPSizes.dense(*widths)
 
 
-def _weights(module: nn.Module, experts: int = 1) -> Iterator[tuple[nn.Parameter, Sequence[int], int]]:
-    """Yield each weight, its shape, and the number of experts that it is of, or that are in its list; else 1."""
+def _weights(module: nn.Module, experts: int = 1) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield each weight, with the number of experts that it is of, or that are in its list; else 1."""
     for weight in module._parameters.values():
         if weight is not None:
             shape = full_shape(weight)
-            yield weight, shape, shape[0] if len(shape) == 3 else experts
+            yield weight, shape[0] if len(shape) == 3 else experts
     for name, child in children_of(module):
-        yield from _weights(child, len(child) if name == "experts" and isinstance(child, nn.ModuleList) else experts)
+        count = experts
+        if name == "experts" and isinstance(child, nn.ModuleList):
+            count = len(child)
+        yield from _weights(child, count)
 
 
 def mlp_widths(*modules: nn.Module) -> tuple[int, int] | None:

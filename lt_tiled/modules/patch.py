@@ -20,7 +20,7 @@ from enum import IntEnum, auto
 from functools import partial
 from inspect import signature
 from types import MethodType
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -28,12 +28,9 @@ from torch import nn
 from lt_tiled._log import inform
 
 PatchType = TypeVar("PatchType", bound="Patch")
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PLACE = "_lt_tiled_"
 """With the name of a method: the attribute of a module that holds the outermost patch of that method."""
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""The attributes of a module that hold its hooks."""
 
 
 def is_of(hook: Any, packages: tuple[str, ...]) -> bool:
@@ -43,7 +40,7 @@ def is_of(hook: Any, packages: tuple[str, ...]) -> bool:
 
 def has_hooks(module: nn.Module, apart_from: tuple[str, ...] = ()) -> bool:
     """Whether there are hooks on a module that were not defined in one of these packages."""
-    for kind in HOOKS:
+    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         for hook in module.__dict__[kind].values():
             if not is_of(hook, apart_from):
                 return True
@@ -219,8 +216,3 @@ def _run(compiling: bool, patch: Patch, module: nn.Module, args: tuple[Any, ...]
     if compiling:
         inform("lt_tiled runs patched modules uncompiled in compiled code: see docs/models.md.", once="uncompiled")
     return patch(module, *args, **kwargs)
-
-
-def without_compiler(function: Function) -> Function:
-    """Return a function that runs uncompiled wherever it is called, with all that it calls."""
-    return cast(Function, torch.compiler.disable(function))

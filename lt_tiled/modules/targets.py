@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from math import prod
 
 from torch import nn
 
@@ -12,20 +13,23 @@ from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.feed_forward import (
     Tileable,
     find_feed_forwards,
-    find_sizes,
     is_norm,
     is_one_kernel,
     mixes_tokens,
-    norms_next_to_mlp,
+    norms_of,
     projections,
 )
-from lt_tiled.modules.find import Target, children_of, find_named, matches, outermost, walk
+from lt_tiled.modules.find import Target, children_of, find_named, full_shape, matches, outermost, walk
 from lt_tiled.modules.patch import roots
 from lt_tiled.policies import Tiling
 
 
 def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
-    """Return the modules that the policy names: with ``"mlp"`` the MLP of every block, with ``"auto"`` also norms."""
+    """Return the modules that the policy names: with ``"mlp"`` the MLP of every block, with ``"auto"`` also norms.
+
+    Raises:
+        NothingFoundError: If there is no MLP.
+    """
     targets = tiling.targets
     wanted = [targets] if isinstance(targets, str) or callable(targets) else targets
     # 1. What is named comes first: it is tiled by itself, also where it stands next to an MLP.
@@ -40,7 +44,16 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
     # 2. The blocks' MLPs, and the norms outside of all this.
     if "auto" in wanted or "mlp" in wanted:
         named = {tileable.module for tileable in found}
-        found += [mlp for mlp in find_mlps(model) if mlp.module not in named]
+        mlps: list[Tileable] = []
+        for path, block in find_blocks(model) or [("", model)]:
+            mlps += find_feed_forwards(block, path)
+        if not mlps:
+            raise NothingFoundError(
+                f"Tiling found no MLP in {type(model).__name__} (a child of a block with linear layers from hidden_size"
+                " to intermediate_size and back): name it, as in Tiling(targets=['MyMLP']) or"
+                " Tiling(targets='layers.*.mlp'), or pass tiling=False."
+            )
+        found += [mlp for mlp in mlps if mlp.module not in named]
         outer = {module for _, module in outermost((tileable.path, tileable.module) for tileable in found)}
         found = [tileable for tileable in found if tileable.module in outer]
     if "auto" in wanted:
@@ -60,20 +73,6 @@ def find_methods(model: nn.Module, target: str) -> list[Tileable]:
     return found
 
 
-def find_mlps(model: nn.Module) -> list[Tileable]:
-    """Return the MLPs of a model's blocks, or raise ``NothingFoundError``."""
-    found: list[Tileable] = []
-    for path, block in find_blocks(model) or [("", model)]:
-        found += find_feed_forwards(block, path)
-    if not found:
-        raise NothingFoundError(
-            f"Tiling found no MLP in {type(model).__name__} (a child of a block with linear layers from hidden_size to"
-            " intermediate_size and back): name it, as in Tiling(targets=['MyMLP']) or Tiling(targets='layers.*.mlp'),"
-            " or pass tiling=False."
-        )
-    return found
-
-
 def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
     """Return the norms outside of what was found, those before attention with the projections behind them.
 
@@ -81,30 +80,31 @@ def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
     are one kernel and are left out.
     """
     taken: set[nn.Module] = set()
-    hidden = 1
     for tileable in found:
-        parts = roots(tileable.module, tileable.parts)
-        for module in (*parts, *tileable.before, *tileable.after):
+        for module in (*roots(tileable.module, tileable.parts), *tileable.before, *tileable.after):
             taken.update(module.modules())
-        if hidden == 1 and (sizes := find_sizes(*parts)) is not None:
-            hidden = sizes.hidden
     # The first norm of a block stands before attention. A guess: what the block does with its output decides.
     blocks: dict[nn.Module, nn.Module] = {}
     for _, block in find_blocks(model):
-        _, after = norms_next_to_mlp(block)
-        first = next((child for _, child in children_of(block) if is_norm(child) and child not in after), None)
-        if first is not None:
-            blocks[first] = block
-    norms: list[Tileable] = []
+        stream, _ = norms_of(block)
+        blocks.update((norm, block) for norm in stream[:1])
+    hidden = 1
+    norms: list[tuple[str, nn.Module]] = []
     for path, norm in walk(model):
-        if is_norm(norm) and not any(norm.children()) and norm not in taken and not is_one_kernel(norm):
-            parent = blocks.get(norm)
-            behind = () if parent is None else _projections_of_attention(parent)
-            norms.append(Tileable(path, norm, parent=parent, after=behind, norm_of=hidden))
-    return norms
+        if is_norm(norm) and not any(norm.children()):
+            for weight in norm.parameters():
+                hidden = max(hidden, prod(full_shape(weight)))
+            if norm not in taken and not is_one_kernel(norm):
+                norms.append((path, norm))
+    tileables: list[Tileable] = []
+    for path, norm in norms:
+        parent = blocks.get(norm)
+        behind = [] if parent is None else _projections_of_attention(parent)
+        tileables.append(Tileable(path, norm, parent=parent, after=behind, norm_of=hidden))
+    return tileables
 
 
-def _projections_of_attention(block: nn.Module) -> tuple[nn.Module, ...]:
+def _projections_of_attention(block: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     for name, child in children_of(block):
         for _, part in children_of(child) if mixes_tokens(name, child) else ():
@@ -112,4 +112,4 @@ def _projections_of_attention(block: nn.Module) -> tuple[nn.Module, ...]:
                 # The product of quantized weights runs in a custom Function: the recompute could not leave it out.
                 if all(weight.is_floating_point() for weight in projection.parameters()):
                     found.append(projection)
-    return tuple(found)
+    return found

@@ -52,13 +52,16 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, sizes: MLPSizes |
     keep the sums at :data:`MAX_SUMS_SHARE` of its time. No tile has a single token: it would not show the layout of an
     output, and the compiler treats sizes of one apart.
     """
-    rows = max(1, sizes.hidden // hidden_size) if sizes else 1  # a norm of each head (q_norm) has several rows a token
+    hidden = hidden_size
+    if sizes:
+        hidden = max(hidden, sizes.hidden)
+    rows = hidden // hidden_size  # a norm of each head (q_norm) has several rows a token
     if tiling.tile_tokens is not None:
         tiles = ceil(tokens / (tiling.tile_tokens * rows))
     elif tiling.num_shards == "auto":
         tiles = ceil(tokens / hidden_size)
         if sizes:
-            tiles = max(ceil(12 * sizes.intermediate / sizes.hidden), ceil(tokens / (MAX_TILE_TOKENS * rows)))
+            tiles = max(ceil(4 * sizes.used / hidden**2), ceil(tokens / (MAX_TILE_TOKENS * rows)))
         tiles = min(tiles, tokens // (_least_tokens(sizes) * rows))
     else:
         tiles = tiling.num_shards

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
-from lt_tiled.modules.feed_forward import MLPSizes, Tileable, cannot_be_tiled, find_sizes, is_one_kernel, parts_below
+from lt_tiled.modules.feed_forward import MLPSizes, Tileable, find_sizes, has_capacity, is_one_kernel, parts_below
 from lt_tiled.modules.find import ENGINES, outermost, walk_all
 from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, has_hooks, roots, set_patch
 from lt_tiled.policies import Tiling
@@ -62,19 +62,20 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
         ValueError: If it is tiled already, or is known not to be position-wise.
     """
     module = tileable.module
-    name = tileable.name
+    kind = f"{type(module).__name__}.{tileable.method}".removesuffix(".forward")
+    name = f"{tileable.path} ({kind})" if tileable.path else kind
     if get_patch(module, TiledPatch, tileable.method) is not None:
         raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
     parts = roots(module, tileable.parts)
     norm_of = tileable.norm_of
-    for root in parts:
-        for below, part in walk_all(root):
-            if reason := cannot_be_tiled(part):
-                kind = type(part).__name__
-                raise ValueError(f"{name} cannot be tiled: {below or 'it'} is a {kind}, {reason}. {REMEDY}")
+    if any(has_capacity(part) for root in parts for _, part in walk_all(root)):
+        raise ValueError(
+            f"{name} cannot be tiled: its experts have a capacity, so that the result of a token depends on all tokens."
+            f" {REMEDY}"
+        )
     spec = TileSpec(
         name,
-        tileable.kind,
+        kind,
         tileable.parts,
         sizes=find_sizes(*parts) if norm_of is None else MLPSizes.dense(norm_of, norm_of),
         requested=tileable.named,

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
 
-from lt_tiled.modules.patch import without_compiler
 from lt_tiled.recompute.compare import TileFingerprints
 from lt_tiled.recompute.mode import (
     PlainSavedTensors,
@@ -97,7 +96,7 @@ class TiledFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @without_compiler
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         call = ctx.call
         if torch.is_grad_enabled():

@@ -37,8 +37,8 @@ def test_auto_finds_the_feed_forward_part_of_every_block() -> None:
     model = tiny_llama()
     behind = {t.path: t.after for t in find_tileable(model, Tiling())}
     attention = model.model.layers[1].self_attn
-    assert behind["model.layers.1.input_layernorm"][:3] == (attention.q_proj, attention.k_proj, attention.v_proj)
-    assert behind["model.norm"] == ()
+    assert behind["model.layers.1.input_layernorm"][:3] == [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert behind["model.norm"] == []
 
 
 def sequential(hidden: int, wide: int) -> nn.Module:

@@ -60,7 +60,7 @@ def test_auto_where_the_width_is_known(tokens: int, wide: int, tiles: int) -> No
 def mixture(hidden: int, intermediate: int, experts: int, top_k: int) -> MLPSizes:
     """The sizes of a mixture of gated experts, without its router."""
     expert = 3 * hidden * intermediate
-    return MLPSizes(hidden, top_k * intermediate, experts * expert, top_k * expert)
+    return MLPSizes(experts * expert, top_k * expert, hidden)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def mixture(hidden: int, intermediate: int, experts: int, top_k: int) -> MLPSize
         (mixture(2048, 768, experts=128, top_k=8), 3),  # Qwen3 30B A3B
         (mixture(2880, 2880, experts=32, top_k=4), 6),  # GPT-OSS 20B
         (mixture(7168, 2048, experts=256, top_k=8), 1),  # DeepSeek V3: 76,418 tokens would not make two tiles
-        (MLPSizes(2048, 6144, summed=0, used=3 * 2048 * 6144), 36),  # frozen: as many as an MLP has
+        (MLPSizes(summed=0, used=3 * 2048 * 6144, hidden=2048), 36),  # frozen: as many as an MLP has
     ],
 )
 def test_auto_for_experts(sizes: MLPSizes, tiles: int) -> None:

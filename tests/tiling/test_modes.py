@@ -171,11 +171,3 @@ def test_backward_under_another_autocast() -> None:
         loss.backward()
     found = {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
     assert less_accurate({"loss": loss.detach(), **found, "input 0": inside.grad}, untiled, true) == {}
-
-
-def test_a_scripted_part() -> None:
-    """A module with a scripted part is refused by name."""
-    m = GatedMLP()
-    m.up = torch.jit.script(m.up)  # type: ignore[no-untyped-call]
-    with pytest.raises(ValueError, match="GatedMLP cannot be tiled: up is a RecursiveScriptModule"):
-        tile(m)
