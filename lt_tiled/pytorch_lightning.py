@@ -6,7 +6,7 @@ from lt_tiled import callbacks, fabric
 from lt_tiled.namespaces import register
 from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2, single_device
 
-__all__ = [*fabric.__all__, *callbacks.__all__]
+__all__ = fabric.__all__ + callbacks.__all__
 
 
 class TiledSingleDeviceStrategy(

@@ -42,11 +42,7 @@ class TiledModelParallelStrategy(fsdp2.TrainerFSDP2, strategies.ModelParallelStr
 
 
 class TiledDeepSpeedStrategy(deepspeed.TrainerDeepSpeed, strategies.DeepSpeedStrategy):
-    """Tiling and activation checkpointing under DeepSpeed, with all arguments of :class:`DeepSpeedStrategy`.
-
-    Raises:
-        ModuleNotFoundError: If deepspeed is not installed.
-    """
+    """Tiling and activation checkpointing under DeepSpeed, with all arguments of :class:`DeepSpeedStrategy`."""
 
 
 register(strategies.StrategyRegistry, globals())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies
@@ -15,20 +14,11 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.strategies.strategy import Strategy as FabricBase
     from lightning.pytorch.strategies import Strategy as TrainerBase
-
-    class Base(AppliesPolicies):
-        """What Lightning's strategies for Trainer and for Fabric have in common."""
-
-        @property
-        def root_device(self) -> torch.device: ...
-        def setup_environment(self) -> None: ...
-        def teardown(self) -> None: ...
-
 else:  # see NOTE [Namespaces]
-    Base, FabricBase, TrainerBase = AppliesPolicies, object, object
+    FabricBase = TrainerBase = object
 
 
-class TiledStrategy(Base):
+class TiledStrategy(AppliesPolicies):
     """Base class of all tiled strategies. Adds four arguments to those of the engine.
 
     It must precede Lightning's class in the bases.
@@ -57,10 +47,10 @@ class TiledStrategy(Base):
 
     @property
     def on_cpu(self) -> bool:
-        return self.root_device.type == "cpu"
+        return bool(self.root_device.type == "cpu")  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
-        super().setup_environment()
+        super().setup_environment()  # type: ignore[misc]
         self.make_groups()
 
     def make_groups(self) -> None:
@@ -79,22 +69,18 @@ class TiledStrategy(Base):
 
     @property
     def data_rank(self) -> int:
-        """The place of this rank's data: ranks that share sequences, or a tensor-parallel model, read the same data.
+        """The rank for data that depends on it, as in an ``IterableDataset``.
 
-        Otherwise it is the global rank. Use it, with :attr:`data_world_size`, wherever data depends on the rank, as in
-        an ``IterableDataset``.
+        Ranks that share sequences, or a tensor-parallel model, read the same data. For others, it is the global rank.
         """
-        return self._data_place["rank"]
+        sampler: dict[str, int] = getattr(self, "distributed_sampler_kwargs", {})
+        return sampler.get("rank", 0)
 
     @property
     def data_world_size(self) -> int:
         """The number of ranks, or of groups that read the same data, among which the data is divided."""
-        return self._data_place["num_replicas"]
-
-    @property
-    def _data_place(self) -> dict[str, int]:
-        """The arguments of Lightning's sampler; a single device has none."""
-        return getattr(self, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        sampler: dict[str, int] = getattr(self, "distributed_sampler_kwargs", {})
+        return sampler.get("num_replicas", 1)
 
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model. A model that is prepared already keeps its policies."""
@@ -103,7 +89,7 @@ class TiledStrategy(Base):
 
     def teardown(self) -> None:
         try:
-            super().teardown()
+            super().teardown()  # type: ignore[misc]
         finally:
             self.release()
 

@@ -21,22 +21,16 @@ class _DeepSpeed(TiledStrategy):
     parallel_devices: list[torch.device] | None
     zero_stage_3: bool
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if find_spec("deepspeed") is None:
-            remedy = "pip install 'lt-tiled[deepspeed]'"
-            raise ModuleNotFoundError(f"{type(self).__name__} needs the package deepspeed: {remedy}.")
-        super().__init__(*args, **kwargs)
-
     def setup_environment(self) -> None:
         """Let DeepSpeed also run on the CPU, which it supports and Lightning does not allow."""
         if not self.on_cpu:
-            return super().setup_environment()
+            super().setup_environment()
+            return
         import deepspeed
-        from deepspeed.accelerator import get_accelerator, set_accelerator
+        from deepspeed.accelerator import set_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        if get_accelerator().device_name() != "cpu":
-            set_accelerator(CPU_Accelerator())
+        set_accelerator(CPU_Accelerator())
         # DeepSpeed would compile both for minutes at their first use; gloo and torch's optimizers do the same work.
         # https://github.com/deepspeedai/DeepSpeed/pull/5391
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -45,11 +39,9 @@ class _DeepSpeed(TiledStrategy):
         # DeepSpeed and Lightning's check index devices by the local rank; an indexed CPU is the CPU.
         assert self.parallel_devices is not None
         self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
-        ancestors: Any = type(self).__mro__
-        parent = next(kind for kind in ancestors[ancestors.index(_DeepSpeed) :] if kind.__name__ == "DeepSpeedStrategy")
+        parent: Any = next(kind for kind in type(self).__mro__ if kind.__name__ == "DeepSpeedStrategy")
         super(parent, self).setup_environment()  # not the parent's own, which accepts only CUDA devices
         self.make_groups()
-        return None
 
     @contextmanager
     def sharded_context(self, inherited: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:

@@ -45,10 +45,6 @@ class _FSDP(ShardedStrategy):
         # The parent would warn that it ignores the policy on a model that is wrapped already.
         self.auto_wrap_policy = self.options.pop("auto_wrap_policy", None)
 
-    @property
-    def saves_full(self) -> bool:
-        return bool(self._state_dict_type == "full")
-
     def unit_arguments(self) -> dict[str, Any]:
         arguments = dict(self.options)
         arguments["auto_wrap_policy"] = self.auto_wrap_policy
@@ -57,7 +53,7 @@ class _FSDP(ShardedStrategy):
         if self.on_cpu:
             arguments["device_id"] = torch.device("cpu")
         else:
-            arguments["device_id"] = self.root_device.index
+            arguments["device_id"] = self.root_device.index  # type: ignore[attr-defined]
             arguments["cpu_offload"] = self.cpu_offload  # torch needs a device to offload from
         return arguments
 
@@ -113,7 +109,7 @@ class TrainerFSDP(_FSDP, TiledTrainerStrategy):
         return root
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self.saves_full:
+        if self._state_dict_type != "full":
             return super().lightning_module_state_dict()
         self.free_buffers()
         assert self.model is not None
@@ -121,7 +117,7 @@ class TrainerFSDP(_FSDP, TiledTrainerStrategy):
             return self.model.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self.saves_full:
+        if self._state_dict_type != "full":
             return super().optimizer_state(optimizer)
         assert self.model is not None
         own = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
@@ -142,7 +138,7 @@ class FabricFSDP(_FSDP, TiledFabricStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        if not (self.on_cpu and self.saves_full):
+        if not self.on_cpu or self._state_dict_type != "full":
             return super().save_checkpoint(path, state, storage_options, filter)
         # This does what the parent does, without offloading.
         self.free_buffers()

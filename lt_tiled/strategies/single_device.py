@@ -15,21 +15,14 @@ class FollowsAccelerator(TiledStrategy):
     """
 
     _root_device: torch.device
-    _devices: list[torch.device] | None = None
+    parallel_devices: list[torch.device] | None = None
 
     @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        if devices and len(devices) > 1:
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [self._root_device]
+        if len(devices) > 1:
             raise ValueError(
                 f"{type(self).__name__} runs on one device and was given {len(devices)}: pass devices=1, or a strategy"
                 ' for several devices such as "tiled_ddp".'
             )
-        self._devices = devices
-
-    @property
-    def root_device(self) -> torch.device:
-        return self._devices[0] if self._devices else self._root_device
+        return devices[0]

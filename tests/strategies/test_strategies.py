@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lt_tiled
 from lt_tiled import (
@@ -89,13 +90,12 @@ def test_short_forms() -> None:
 
 
 def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without deepspeed its strategy says how to install it; that the others and the package do not need it is tested
-    in ``tests/test_import.py``.
+    """Without deepspeed its strategy says so; that the others and the package do not need it is tested in
+    ``tests/test_import.py``.
     """
-    monkeypatch.setattr("lt_tiled.strategies.deepspeed.find_spec", lambda name: None)
-    for home in (lt_tiled, lt_tiled.fabric):
-        with pytest.raises(ModuleNotFoundError, match=r"pip install 'lt-tiled\[deepspeed\]'"):
-            home.TiledDeepSpeedStrategy()
+    monkeypatch.setattr("lightning.pytorch.strategies.deepspeed._DEEPSPEED_AVAILABLE", False)
+    with pytest.raises(MisconfigurationException, match="must have DeepSpeed installed"):
+        TiledDeepSpeedStrategy()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_the_device_follows_the_accelerator(strategy: Any, monkeypatch: pytest.M
 def test_several_devices_are_refused() -> None:
     """The single-device strategy with two devices says which strategy to take, before anything runs."""
     with pytest.raises(ValueError, match=r"TiledSingleDeviceStrategy runs on one device and was given 2.*tiled_ddp"):
-        trainer(tiled(), devices=2)
+        trainer(tiled(), devices=2).fit(LitTiny())
 
 
 @pytest.mark.parametrize(
