@@ -2,9 +2,9 @@
 
 NOTE [What the recompute leaves out]
 The backward pass of a matrix product reads its inputs and not its output. So where a tile returns the output of an
-``nn.Linear`` as it is, its recompute does not compute it: the module returns zeros without memory, and the two products
-of its backward pass are computed without autograd. The first call finds the module, and each pass sees that its output
-is that of the tile, unchanged and without a hook.
+``nn.Linear`` as it is, its recompute does not compute it: :class:`_LeftOut` returns zeros without memory, and adds the
+product for the weight to its gradient sum. The first call finds the module, and each pass sees that its output is that
+of the tile, unchanged and without a hook.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -27,8 +26,6 @@ from lt_tiled.tiling.weights import Entry, GradientSum
 
 FORWARD = "_lt_tiled_last"
 """The attribute of a patched projection that holds what runs in place of its own forward."""
-Root = tuple[Tensor | GradientEdge, Tensor]
-"""Where the graph of a tile ends, and the gradient there."""
 
 
 class LastProjection:
@@ -51,17 +48,12 @@ class LastProjection:
         self.sums = sums
         self.calls = 0
         """Those in the tile that runs."""
-        self._own = (getattr(linear, "weight", None), getattr(linear, "bias", None))
-        self._output: Tensor | None = None
-        """What it returned in the tile that runs."""
-        self._input: Any = None
+        self.input: Any = None
         """Its input there, ``[..., in]``, without a graph."""
-        self._instead: dict[Any, Tensor] = {}
-        """What a recompute returns in place of the output, for tiles of each shape."""
         self._version = 0
-        self._edge: GradientEdge | None = None
-        """Where the graph of that input ends. It does not keep values, which no gradient needs any more."""
-        self._cast: Any = None
+        self._output: Tensor | None = None
+        """What it returned there."""
+        self.cast: Any = None
         """The weight in the dtype of the gradients."""
 
     def entries(self) -> list[Entry]:
@@ -73,35 +65,21 @@ class LastProjection:
         return [(self.linear.__dict__, name, self._forward)]
 
     def _forward(self, input: Tensor) -> Tensor:
+        linear = self.linear
         self.calls += 1
-        if self.calls == 1:
-            self._input = input.detach()
-            self._version = input._version
-            if self.prints is not None:
-                self.prints.take([self._input])
-                self.prints.take_weight(self.linear.weight)
-            if self.sums is not None:
-                self._edge = get_gradient_edge(input) if input.requires_grad else None
-                self._output = self._without_values(input)
-                return self._output
         # A checkpoint inside of the tile may run it again in the backward pass.
-        output = nn.Linear.forward(self.linear, input)
-        # Code may have put other weights in the place of its own, by functional_call.
-        if self.linear.weight is self._own[0] and self.linear.bias is self._own[1]:
-            self._output = output
-        return output
-
-    def _without_values(self, input: Tensor) -> Tensor:
-        kind = input.device.type
-        dtype = input.dtype
-        # Autocast leaves float64 as it is.
-        if torch.is_autocast_enabled(kind) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(kind)
-        key = (input.shape, dtype)
-        if key not in self._instead:
-            shape = (*input.shape[:-1], self.linear.weight.shape[0])
-            self._instead[key] = input.new_zeros((), dtype=dtype).expand(shape).requires_grad_()
-        return self._instead[key]
+        if self.calls > 1:
+            return nn.Linear.forward(linear, input)
+        self.input = input.detach()
+        self._version = input._version
+        if self.prints is not None:
+            self.prints.take([self.input])
+            self.prints.take_weight(linear.weight)
+        if self.sums is None:
+            self._output = nn.Linear.forward(linear, input)
+        else:
+            self._output = _LeftOut.apply(self, input, linear.weight, linear.bias)
+        return self._output
 
     def made(self, output: Any) -> bool:
         """Whether the projection ran once in the tile that ran, and its output is that of the tile, both unchanged."""
@@ -109,35 +87,44 @@ class LastProjection:
         self._output = None
         if own is None or own is not output or self.calls != 1:
             return False
-        if own._version > 0 or self._input._version != self._version:
-            return False
+        unchanged = own._version == 0 and self.input._version == self._version
         if self.sums is None:
-            self._input = None
-        return not (own._backward_hooks and has_users_hooks(own))
+            self.input = None
+        return unchanged and not (own._backward_hooks and has_users_hooks(own))
 
-    def roots(self, gradient: Tensor | None) -> list[Root]:
-        """Add the gradients of weight and bias to their sums, given that of the output, ``[..., out]``.
 
-        Returns:
-            Where the rest of the tile's graph ends, with its gradient.
-        """
-        input = self._input
-        self._input = None
-        if gradient is None or self.sums is None:
-            return []
+class _LeftOut(torch.autograd.Function):
+    """The last projection without its output: see NOTE [What the recompute leaves out]."""
+
+    @staticmethod
+    def forward(ctx: Any, last: LastProjection, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.last = last
+        kind = input.device.type
+        dtype = input.dtype
+        # Autocast leaves float64 as it is.
+        if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(kind)
+        return input.new_zeros((), dtype=dtype).expand(*input.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
+        last = ctx.last
+        weight = last.linear.weight
+        input = last.input
+        last.input = None
         before = gradient.flatten(0, -2)  # [t, out]
         dtype = before.dtype  # autocast's, if it was enabled there
-        weight = self.sums.get(self.linear.weight)
-        if weight is not None:
-            weight.add_product(before.t(), input.flatten(0, -2).to(dtype))
-        bias = self.sums.get(self.linear.bias)
-        if bias is not None:
-            bias.add(before.sum(0))
-        if self._edge is None:
-            return []
-        if self._cast is None or self._cast.dtype != dtype:
-            self._cast = self.linear.weight.detach().to(dtype)
-        return [(self._edge, before.mm(self._cast).view_as(input).to(input.dtype))]
+        # 1. The gradients of weight and bias go to their sums.
+        if weight in last.sums:
+            last.sums[weight].add_product(before.t(), input.flatten(0, -2).to(dtype))
+        if last.linear.bias in last.sums:
+            last.sums[last.linear.bias].add(before.sum(0))
+        # 2. That of the input goes on.
+        if not ctx.needs_input_grad[1]:
+            return None, None, None, None
+        if last.cast is None or last.cast.dtype != dtype:
+            last.cast = weight.detach().to(dtype)
+        return None, before.mm(last.cast).view_as(input).to(input.dtype), None, None
 
 
 def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
@@ -149,9 +136,8 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
     seen: list[tuple[nn.Module, Any]] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        # A hook of the module would read what is left out, and a reentrant checkpoint runs without a graph first.
-        plain = type(module) is nn.Linear and len(args) == 1 and not module._forward_hooks
-        if plain and torch.is_grad_enabled() == call.differentiable:
+        # A hook of the module would read what is left out.
+        if type(module) is nn.Linear and len(args) == 1 and not module._forward_hooks:
             seen.append((module, output))
 
     # 1. A tile, with a graph, because a hook of the code on the output would read what is left out; not if tiles are

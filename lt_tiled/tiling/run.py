@@ -31,7 +31,7 @@ from lt_tiled.tiling.anchor import Edges, Through, anchored, several_ranks
 from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.cut import Assembly, each_tile, flatten
 from lt_tiled.tiling.effects import check_leaves
-from lt_tiled.tiling.last import LastProjection, Root
+from lt_tiled.tiling.last import LastProjection
 from lt_tiled.tiling.weights import GradientSum, in_places, swapped
 
 
@@ -223,54 +223,45 @@ class Recompute:
                 if result is not None:
                     leaf.grad = result
                 leaves.append(leaf)
-            # 3. It ends at roots, which have gradients.
-            roots = self._roots(leaves, gradients, uncast)
-            if not roots:
+            # 3. It ends at outputs that have gradients.
+            ends: tuple[Tensor, ...] = ()
+            at_ends: tuple[Tensor, ...] = ()
+            for output, gradient in zip(self._recomputed(leaves), gradients, strict=True):
+                if gradient is not None and output.requires_grad:
+                    ends += (output,)
+                    at_ends += (gradient,)
+            if not ends:
                 continue
             if index == 0:
-                self._check_leaves(roots, leaves)
-            ends = tuple([end for end, _ in roots])
-            at_ends = tuple([gradient for _, gradient in roots])
-            del roots
+                self._check_leaves(ends, leaves)
             # 4. Gradients go to the leaves.
             with uncast:
                 # What torch.autograd.backward calls. That checks shapes first, which are right here.
                 _engine_run_backward(ends, at_ends, False, False, (), allow_unreachable=True, accumulate_grad=True)
             del ends, at_ends
 
-    def _roots(
-        self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], uncast: AbstractContextManager[object]
-    ) -> list[Root]:
-        """Run a tile with a graph, and return where it ends, with the gradients there."""
+    def _recomputed(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run a tile with a graph, and return its outputs."""
         inputs = leaves
         if self.call.precision.dtype is not None:
             # Of a leaf, autocast would cache the cast, and sum its gradients in 16 bits.
             inputs = [leaf.view_as(leaf) for leaf in leaves]
         self.last.calls = 0
         output = self.call.run(*inputs)
-        roots: list[Root] = []
-        if self.trace.last is None:
-            outputs = flatten(output)[0]
-            if self.prints is not None:
-                self.prints.take(outputs)
-            for end, gradient in zip(outputs, gradients, strict=True):
-                if gradient is not None and end.requires_grad:
-                    roots.append((end, gradient))
-        elif self.last.made(output):
-            with uncast:
-                roots = self.last.roots(gradients[0])
-        elif self.trace.prints is not None and self.prints is not None:
+        outputs = flatten(output)[0]
+        if self.prints is not None and self.trace.last is None:
+            self.prints.take(outputs)
+        elif self.prints is not None and self.trace.prints is not None and not self.last.made(output):
             # Refused at the end, also with compare="warn": what the projection left out has no gradient.
             self.prints.taken.clear()
             self.trace.prints.raises = True
-        return roots
+        return outputs
 
-    def _check_leaves(self, roots: Sequence[Root], leaves: Sequence[Tensor]) -> None:
+    def _check_leaves(self, ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         """Refuse a graph that begins at other tensors, whose engine would see the gradient of each tile."""
         known = {id(leaf) for leaf in leaves}
         known.update(map(id, self.leaves))
         for part in self.call.function.parts:
             known.update(map(id, part._parameters.values()))
             known.update(map(id, part._buffers.values()))
-        ends = [end.grad_fn if isinstance(end, Tensor) else end.node for end, _ in roots]
-        check_leaves(ends, known, self.call.name)
+        check_leaves([end.grad_fn for end in ends], known, self.call.name)
