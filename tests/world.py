@@ -98,7 +98,7 @@ def unchecked() -> Iterator[None]:
         return
     from lt_tiled.tiling import patch
 
-    check, patch.check_position_wise = patch.check_position_wise, lambda *call: True
+    check, patch.check_position_wise = patch.check_position_wise, lambda *call: None
     try:
         yield
     finally:

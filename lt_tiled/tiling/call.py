@@ -117,12 +117,8 @@ class Tiled:
 
     def forget(self) -> None:
         """Forget what calls found out: a copy of a module finds it out again."""
-        self.plans: dict[Hashable, Plan] = {}
-        """What is known of each kind of call."""
-        self.checked: set[Hashable] = set()
-        """The kinds of calls that passed the self-check."""
-        self.refused: set[Hashable] = set()
-        """The functions that failed it together with a norm."""
+        self.plans: dict[Hashable, Plan | None] = {}
+        """What is known of each kind of call; ``None`` if a norm and what follows it failed the self-check together."""
 
 
 # A call of it
@@ -246,8 +242,10 @@ class TiledCall:
 
     @property
     def plan(self) -> Plan:
-        """What is known of calls of this kind."""
-        return self.tiled.plans[self.kind]
+        """What is known of calls of this kind, which run in tiles."""
+        plan = self.tiled.plans[self.kind]
+        assert plan is not None
+        return plan
 
     def tiles(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         """Yield the tensors of each tile: its part of those that have a row for each token, and the others whole."""

@@ -39,11 +39,8 @@ _FLOOR = 1e-3
 rounding."""
 
 
-def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], owner: Owner | None) -> bool:
+def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], owner: Owner | None) -> None:
     """Check on a few tokens of a call that it may run in tiles. One call of each kind of module is checked.
-
-    Returns:
-        Whether they showed anything: zeros, as of a new adapter, do not.
 
     Raises:
         NotPositionWiseError: If it may not, or fails on a few tokens.
@@ -55,7 +52,7 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], owner: Owner 
         facts.append((tensor.shape[len(call.tokens.lead) * per_token :], tensor.dtype))
     kind = tuple(facts)
     if owner is not None and kind in owner.passed:
-        return True
+        return
     # 2. An activation checkpoint around it would count what its graphs save, and keep what it computes.
     with_graph = torch.is_grad_enabled()
     with (
@@ -65,17 +62,17 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], owner: Owner 
         torch.inference_mode(False),  # which does not take dropout apart
         torch.set_grad_enabled(with_graph),
     ):
-        shown = _check(call, inputs, wide=True)
-    if shown and owner is not None:
+        _check(call, inputs, wide=True)
+    if owner is not None:
         owner.passed.add(kind)
-    return shown
 
 
-def _check(call: TiledCall, inputs: Sequence[Tensor], wide: bool) -> bool:
+def _check(call: TiledCall, inputs: Sequence[Tensor], wide: bool) -> None:
     try:
         check = _Check(call, inputs, wide)
         with copies_in_place(call.function.parts, check.instead_of):
-            return check.run()
+            check.run()
+        return
     except NotPositionWiseError:
         raise
     except Exception as error:
@@ -87,7 +84,7 @@ def _check(call: TiledCall, inputs: Sequence[Tensor], wide: bool) -> bool:
                 f" tokens must be expanded to all of them before the call. {REMEDY}"
             ) from error
     # Its weights are too large or quantized, or its own code names a dtype.
-    return _check(call, inputs, wide=False)
+    _check(call, inputs, wide=False)
 
 
 class _Check:
@@ -135,8 +132,8 @@ class _Check:
             copy = nn.Parameter(copy, requires_grad=False)
         return copy.requires_grad_(wants)
 
-    def run(self) -> bool:
-        """Run all tokens and then two tiles; return whether anything that was compared is not zero."""
+    def run(self) -> None:
+        """Run all tokens and then two tiles, and compare them."""
         # 1. The call with two tiles, so unequal that sums over tokens differ.
         call = self.call
         first = max(1, self.tokens.count * 3 // 4)
@@ -165,12 +162,11 @@ class _Check:
         few.run = partial(self._run_tile, few.run, self.probe.drawn, call.per_token.index(True))
         with self.probe:
             of_tiles = flatten(run_tiled(few, self.inputs, {}))[0]
-        sizes: list[float] = []
         for index, (whole, own) in enumerate(zip(outputs, of_tiles, strict=True)):
             same = whole.shape == own.shape and whole.requires_grad <= own.requires_grad
             if not same or not torch.equal(whole.isfinite(), own.isfinite()):
                 self._refuse(f"is not position-wise: its output {index} has another shape or is finite elsewhere.")
-            sizes.append(self._compare(f"output {index}", whole, own, self.inputs))
+            self._compare(f"output {index}", whole, own, self.inputs)
         # 4. Gradients. A loss that the module attaches has one, whatever those of its outputs are.
         if any(map(norm, self._gradients(outputs, list(map(torch.zeros_like, outputs))))):
             self._refuse(
@@ -182,8 +178,7 @@ class _Check:
         gradients_of_tiles = self._gradients(of_tiles, given)
         self._refuse_changes()
         for name, whole, own in zip(self.targets.values(), gradients, gradients_of_tiles, strict=False):
-            sizes.append(self._compare(f"gradient of {name}", whole, own, given))
-        return any(sizes)
+            self._compare(f"gradient of {name}", whole, own, given)
 
     def _run_tile(self, run: Callable[..., Any], all_drawn: int, index: int, *tile: Tensor) -> Any:
         """Run a tile, which must draw its share of the random numbers."""
@@ -212,8 +207,8 @@ class _Check:
             found = torch.autograd.grad(ends, targets, at_ends, retain_graph=True, materialize_grads=True)
         return list(map(Tensor.to_dense, found))
 
-    def _compare(self, what: str, whole: Tensor, tiled: Tensor, sources: Sequence[Tensor]) -> float:
-        """Refuse a difference that rounding does not explain, and return the size of what is compared."""
+    def _compare(self, what: str, whole: Tensor, tiled: Tensor, sources: Sequence[Tensor]) -> None:
+        """Refuse a difference that rounding does not explain."""
         size = norm(whole)
         difference = norm(whole - tiled)
         # The least precise dtype of the run decides. A sum that cancels is as inexact as what it is computed from.
@@ -226,7 +221,6 @@ class _Check:
                 f" {difference / max(size, 1e-30):.1e} in tiles (relative; rounding explains {bound:.0e}). Pass"
                 " self_check=False only if you know why it differs."
             )
-        return size
 
     def _refuse_changes(self) -> None:
         changes = self.before ^ held(self.call.function.parts, self.others, value_of)

@@ -39,7 +39,7 @@ from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, has_hoo
 from lt_tiled.policies import Tiling
 from lt_tiled.recompute.mode import PLAIN_TENSORS, is_real, is_transformed
 from lt_tiled.tiling.anchor import Through, run_untiled
-from lt_tiled.tiling.call import EngineNeeds, Owner, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
+from lt_tiled.tiling.call import EngineNeeds, Owner, Plan, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
 from lt_tiled.tiling.check import check_position_wise
 from lt_tiled.tiling.cut import Tokens, tile_bounds
 from lt_tiled.tiling.last import FORWARD, find_plan
@@ -229,7 +229,7 @@ class TiledPatch(Tiled, Patch):
         if is_transformed() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return None
         # check, in an earlier call
-        if self.untiled or function.key in self.refused:
+        if self.untiled:
             return None
         # hook
         for part in function.inside:
@@ -251,38 +251,37 @@ class TiledPatch(Tiled, Patch):
                 break
         if hidden is None or hidden.is_nested or hasattr(hidden, "placements"):  # a DTensor
             return None
-        # check, also of a short call
+        # check and plan, in the first step: a rank with a short input must not wait for another that refuses
         tokens = Tokens(hidden.shape[:-1])
         bounds = tile_bounds(self.tiling, tokens.count, hidden.shape[-1], self.spec.sizes)
         call = TiledCall(function, inputs, arguments, tokens, bounds, self)
-        try:
-            if self._is_due(call, inputs) and check_position_wise(call, inputs, self.owner):
-                self.checked.add(call.kind)
-            # short
-            if len(bounds) < 2:
-                return None
-            if call.kind not in self.plans:
-                self.plans[call.kind] = find_plan(call, inputs)
-        except NotPositionWiseError as error:
-            if function.joined:
-                self.refused.add(function.key)
-            else:
+        early = not self.spec.is_lone_norm and torch.is_grad_enabled() and tokens.count > 1
+        if call.kind not in self.plans and (early or len(bounds) > 1):
+            try:
+                self.plans[call.kind] = self._find_plan(call, inputs)
+            except NotPositionWiseError as error:
                 self._step_back(module, error)
+        # short
+        if len(bounds) < 2 or self.untiled or self.plans[call.kind] is None:
             return None
         return call, inputs
 
-    def _is_due(self, call: TiledCall, inputs: list[Tensor]) -> bool:
-        """Whether a call is to be checked.
+    def _find_plan(self, call: TiledCall, inputs: list[Tensor]) -> Plan | None:
+        """Check the first call of a kind, and return what it shows; ``None`` if a norm cannot share these tiles.
 
-        A module is checked in the first step, and not in the first one that is long enough to tile: a rank with a short
-        input must not wait for another that refuses. That a norm may share the tiles of what follows is a guess, so it
-        is checked whatever the policy says.
+        Raises:
+            NotPositionWiseError: If the call cannot run in tiles for another reason.
         """
-        if call.kind in self.checked or call.tokens.count < 2 or not is_real(inputs[0]):
-            return False
-        early = not self.spec.is_lone_norm and torch.is_grad_enabled()
-        guessed = self.spec.is_lone_norm or call.function.joined
-        return (early or len(call.bounds) > 1) and (guessed or self.tiling.self_check)
+        # That norms may run in tiles, and in those of what follows, is a guess: it is checked whatever the policy says.
+        joined = call.function.joined
+        try:
+            if is_real(inputs[0]) and (self.tiling.self_check or self.spec.is_lone_norm or joined):
+                check_position_wise(call, inputs, self.owner)
+            return find_plan(call, inputs)
+        except NotPositionWiseError:
+            if joined:
+                return None
+            raise
 
     def _step_back(self, module: nn.Module, error: NotPositionWiseError) -> None:
         """Warn that a module failed the self-check, and tile the experts of a mixture."""

@@ -246,8 +246,8 @@ def test_copies_pickles_and_release() -> None:
         gradients(net, x)
         clone = copy.deepcopy(net)
         patches = [get_patch(m[0].mlp, TiledPatch) for m in (net, clone)]
-        assert patches[0].checked
-        assert not patches[1].checked
+        assert patches[0].plans
+        assert not patches[1].plans
         assert get_patch(clone[0].pre_mlp_norm, TiledPatch).leader is patches[1]
         with torch.no_grad():
             for p in net.parameters():
