@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lt_tiled.modules.patch import is_of
 from lt_tiled.recompute.mode import Precision, saved_tensors_hooks
 from lt_tiled.tiling.anchor import Edges, Through
 from lt_tiled.tiling.call import TiledCall, TileFunction
@@ -84,7 +83,6 @@ def _getter(name: str) -> Any:
 _METADATA = {_getter(name) for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")}
 _METADATA |= {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.stride}
 _METADATA |= {Tensor.is_floating_point, Tensor.__len__}
-_OF_THE_GRAPH = {_getter(name) for name in ("grad_fn", "is_leaf")}
 
 
 def values(tree: Any) -> Any:
@@ -125,8 +123,6 @@ class Pending(Deferred):
     """Who may run it in its tiles."""
     hooks: Any
     """Those around that see saved tensors: a checkpoint inside of the block would not join again what is outside."""
-    is_joined = False
-    """Whether what follows runs it in its tiles."""
     _data: Tensor | None
 
     @classmethod
@@ -147,23 +143,6 @@ class Pending(Deferred):
         # The anchor saves inputs and weights as they are now, so autograd refuses those that change before it runs.
         pending.edges = run_later(call, inputs, through, pending.box, pending)
         return pending
-
-    def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let torch's own hooks, which follow modules as for FlopCounterMode, see this tensor's place in the graph.
-
-        Raises:
-            RuntimeError: If a hook waits for a gradient that there is none of.
-        """
-        follows = func in _OF_THE_GRAPH or (func is Tensor.register_hook and is_of(args[1], ("torch.",)))
-        if self.computed is None and follows:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if self.is_joined and func in (Tensor.register_hook, Tensor.retain_grad):
-            raise RuntimeError(
-                f"{self.call.name}: its output went into the tiles of what follows, so there is no gradient of it. Ask"
-                " for it before that runs, or remove the module from Tiling(targets=...)."
-            )
-        return NotImplemented
 
     def compute(self) -> Tensor:
         """Run the call, and return its output with its graph."""
@@ -186,7 +165,6 @@ class Pending(Deferred):
 
     def followed_by(self, function: TileFunction, args: tuple[Any, ...]) -> tuple[TileFunction, tuple[Any, ...]]:
         """Return what runs this and then a function on its output, and the arguments for both."""
-        self.is_joined = True
         own = self.edges[: len(self.inputs)]
         return function.after(self.call.function, len(own)), (*own, *args[1:])
 

@@ -11,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from lt_tiled import Tiling, prepare
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.tiling.patch import TiledPatch
-from lt_tiled.tiling.pending import Pending
 from tests.meters import peak_bytes
 from tests.models import WIDE, GatedMLP, H, Twice
 from tests.parity import gradients, randn, reference, worst
@@ -120,17 +118,6 @@ def test_what_is_between_is_not_held() -> None:
     # The block's input and its output; a tile's tensors are a quarter as large.
     tile = 4 * 256 * WIDE // 4 * 8
     assert held <= 2 * 256 * H * 8 + tile
-
-
-def test_flop_counter_uses_no_pending_tensor() -> None:
-    """``FlopCounterMode``, which looks at every module's output, leaves the norms in the MLP's tiles."""
-    net, x, seen = model(), tokens(), []
-    net[0].mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    with prepare(net, tiling=TILES), FlopCounterMode(display=False):
-        y = net(x)
-        assert type(y) is Tensor
-    assert type(seen[0]) is Pending
-    assert seen[0].computed is None
 
 
 AROUND: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
@@ -298,16 +285,6 @@ def test_gradients_of_the_output() -> None:
     kept, plain, tiled_kept, tiled = seen
     assert torch.allclose(tiled, plain, rtol=1e-10)
     assert torch.allclose(tiled_kept.grad, kept.grad, rtol=1e-10)
-
-
-def test_gradients_of_an_output_that_went_into_tiles() -> None:
-    """A hook or ``retain_grad`` on a norm's output, behind the MLP that runs it in its tiles, is refused by name."""
-    net = model(lambda block, x, h, y: h.retain_grad() or y)
-    with (
-        prepare(net, tiling=TILES),
-        pytest.raises(RuntimeError, match="its output went into the tiles of what follows"),
-    ):
-        net(tokens())
 
 
 @pytest.mark.parametrize("name", ["h", "y"])
