@@ -1,11 +1,11 @@
-"""The package's logger. It prints without set-up, as Lightning's does, and only on rank 0. And what shows progress."""
+"""The package's logger. It prints without set-up, as Lightning's does, and only on rank 0."""
 
 from __future__ import annotations
 
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -20,28 +20,21 @@ _logged: set[str] = set()
 
 def quiet_libraries() -> None:
     """Silence messages, by logger and pattern, that libraries print about themselves."""
-    # transformers imports torchao where it is installed: torchao logs each CUDA library that cannot be loaded, and
-    # torch logs the enums that torchao registers.
-    for logger in (logging.getLogger("torchao"), logging.getLogger("torch.utils._pytree")):
-        if logger.level == logging.NOTSET:  # keep a level that the user has set
-            logger.setLevel(logging.ERROR)
+    # Where torchao is installed, it logs each CUDA library that cannot be loaded, and torch logs its enums.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     # Lightning 2.6 and DeepSpeed 0.19 use what torch 2.13 deprecates.
-    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
-    collectives = r".*torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
-    warnings.filterwarnings("ignore", collectives, FutureWarning)
+    deprecated = r".*(LeafSpec\)|torch\.distributed\.(all_gather_into|reduce_scatter)_tensor)` is deprecated"
+    warnings.filterwarnings("ignore", deprecated, FutureWarning)
 
 
 def inform(message: str, *, once: str | None = None, level: int = logging.INFO) -> None:
     """Log a message; with ``once``, only the first time that this key is used in this process."""
-    if once in _logged or _on_other_rank():
+    if once in _logged or (dist.is_available() and dist.is_initialized() and dist.get_rank() > 0):
         return
     if once is not None:
         _logged.add(once)
     _logger.log(level, message)
-
-
-def _on_other_rank() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
 
 
 def warn(message: str, *, once: str | None = None) -> None:
@@ -50,22 +43,10 @@ def warn(message: str, *, once: str | None = None) -> None:
 
 
 @contextmanager
-def progress(title: str) -> Iterator[None]:
-    """Show what is being done, and for how long, on the terminal of rank 0, and nowhere else."""
-    try:
-        from rich.console import Console  # which lt_tiled also runs without
-    except ModuleNotFoundError:
-        yield
-        return
-    console = Console(stderr=True)
-    with console.status(title) if console.is_terminal and not _on_other_rank() else nullcontext():
-        yield
-
-
-@contextmanager
 def quiet() -> Iterator[None]:
     """Log nothing inside, and forget the keys used there, because it is only a trial."""
-    level, before = _logger.level, set(_logged)
+    level = _logger.level
+    before = set(_logged)
     _logger.setLevel(logging.ERROR)
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-_STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
-_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
-_VERSION_2 = ("memory.max", "memory.current", "inactive_file ")
-"""Of each version of cgroups, the files with the limit and the use, and the figure of ``memory.stat`` of page cache."""
+_CGROUPS = {
+    "sys/fs/cgroup": ("memory.max", "memory.current", "inactive_file"),
+    "sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Where each version of cgroups has its files of the limit and the use, and the figure of page cache."""
 
 
 class PeakMemory:
@@ -32,14 +33,14 @@ class PeakMemory:
             torch.get_device_module(self.device).reset_peak_memory_stats(self.device)
             return
         with suppress(OSError):
-            _CLEAR.write_text("5")  # proc(5): resets the peak resident set size
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
 
     def read(self) -> int:
         """Return the peak in bytes."""
         if self.counts:
             return int(torch.get_device_module(self.device).max_memory_allocated(self.device))
         try:
-            return 1024 * _figure(_STATUS, "VmHWM:")
+            return 1024 * _figure(Path("/proc/self/status"), "VmHWM:")
         except (OSError, KeyError):
             return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -64,10 +65,10 @@ def gib(nbytes: float) -> str:
 
 def _figure(path: Path, name: str) -> int:
     """Return the number that a file of Linux has behind a name at the beginning of a line."""
-    _, found, rest = f"\n{path.read_text()}".partition(f"\n{name}")
-    if not found:
+    found = re.search(rf"^{name}\s*(\d+)", path.read_text(), re.MULTILINE)
+    if found is None:
         raise KeyError(name)
-    return int(rest.split(maxsplit=1)[0])
+    return int(found[1])
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -83,18 +84,12 @@ def _cgroup_memory(root: Path) -> Iterator[int]:
     """
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            mount = root / "sys/fs/cgroup"
-            files = _VERSION_2
-            if controllers != "":
-                mount /= "memory"
-                files = _VERSION_1
-                if "memory" not in controllers.split(","):
-                    continue
-            group = mount / path.lstrip("/")  # in a container it may not be there, but the mount is the container's
-            for folder in (group, *group.parents):
-                with suppress(OSError, ValueError):  # ValueError: no limit, "max"
-                    free = int((folder / files[0]).read_text()) - int((folder / files[1]).read_text())
-                    with suppress(KeyError):
-                        free += _figure(folder / "memory.stat", files[2])  # the kernel frees unused page cache first
-                    yield free
+            path = line.split(":", 2)[2].lstrip("/")
+            for mount, (limit, use, cache) in _CGROUPS.items():
+                group = root / mount / path  # in a container it may not be there, but the mount is the container's
+                for folder in (group, *group.parents):
+                    with suppress(OSError, ValueError):  # ValueError: no limit, "max"
+                        free = int((folder / limit).read_text()) - int((folder / use).read_text())
+                        with suppress(KeyError):
+                            free += _figure(folder / "memory.stat", cache)  # the kernel frees unused page cache first
+                        yield free

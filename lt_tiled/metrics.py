@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,8 +20,8 @@ class _TiledMetric(Metric):
     """Sums a value per token and counts tokens, over batches and ranks."""
 
     full_state_update = False
-    is_differentiable = False
     dtype_of_total: ClassVar[torch.dtype]
+    _sum: Callable[..., Tensor]
     total: Tensor
     count: Tensor
 
@@ -29,7 +29,9 @@ class _TiledMetric(Metric):
         self, ignore_index: int = -100, num_shards: int | Literal["auto"] = "auto", shift: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
-        self.ignore_index, self.num_shards, self.shift = ignore_index, num_shards, shift
+        self.ignore_index = ignore_index
+        self.num_shards = num_shards
+        self.shift = shift
         self.add_state("total", torch.zeros((), dtype=self.dtype_of_total), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
@@ -37,12 +39,10 @@ class _TiledMetric(Metric):
     def update(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> None:
         """Add a batch: hidden states ``[..., H]``, the head's weight ``[V, H]``, labels ``[...]``."""
         check_shapes(hidden, weight, labels, bias)
-        labels = shifted(labels, self.ignore_index) if self.shift else labels
+        if self.shift:
+            labels = shifted(labels, self.ignore_index)
         self.total += self._sum(hidden, weight, labels, bias)
         self.count += (labels != self.ignore_index).sum()
-
-    @abstractmethod
-    def _sum(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor: ...
 
 
 class TiledPerplexity(_TiledMetric):
@@ -55,12 +55,12 @@ class TiledPerplexity(_TiledMetric):
         kwargs: Arguments of ``torchmetrics.Metric``.
     """
 
-    higher_is_better = False
     dtype_of_total = torch.float32
 
     def _sum(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
-        options: dict[str, Any] = {"num_shards": self.num_shards, "ignore_index": self.ignore_index}
-        return -tiled_token_logprobs(hidden, weight, labels, bias, **options).sum()
+        return -tiled_token_logprobs(
+            hidden, weight, labels, bias, num_shards=self.num_shards, ignore_index=self.ignore_index
+        ).sum()
 
     def compute(self) -> Tensor:
         """Return the perplexity of all tokens that are not ignored."""
@@ -78,7 +78,6 @@ class TiledTokenAccuracy(_TiledMetric):
         ValueError: If ``top_k`` is not a positive integer.
     """
 
-    higher_is_better = True
     dtype_of_total = torch.int64
 
     def __init__(self, top_k: int = 1, *args: Any, **kwargs: Any) -> None:
@@ -87,7 +86,8 @@ class TiledTokenAccuracy(_TiledMetric):
         self.top_k = top_k
 
     def _sum(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
-        labels, rows = labels.reshape(-1), hidden.reshape(-1, hidden.shape[-1])
+        labels = labels.flatten()
+        rows = hidden.flatten(0, -2)
         hits = torch.zeros((), dtype=torch.int64, device=labels.device)
         counted = labels != self.ignore_index
         for place in loss_places(self.num_shards, rows, counted):

@@ -33,11 +33,6 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
         sequence_parallel: The number of ranks that share each sequence, or a ``SequenceParallel``. The Trainer needs a
             data loader of :func:`share_batches`.
 
-    Raises:
-        ValueError: If a policy is not understood.
-
-    Attributes:
-        report: The report, from the end of training on.
     """
 
     def __init__(
@@ -49,6 +44,7 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
     ) -> None:
         self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
         self.report: Report | None = None
+        """The report, from the end of training on."""
         self._model: nn.Module | None = None
 
     def on_init_end(
@@ -65,8 +61,11 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
                 " does not support. Start one process per GPU with torchrun or accelerate launch, or show one GPU with"
                 " CUDA_VISIBLE_DEVICES."
             )
-        if self.activation_checkpointing is not None:
-            _turn_off_activation_checkpointing(args)
+        # The Trainer's own activation checkpointing, under its name and the one that it had before.
+        for name in ("activation_checkpointing", "gradient_checkpointing"):
+            if self.activation_checkpointing is not None and getattr(args, name, False):
+                setattr(args, name, False)
+                inform(f"{name}=True is turned off: lt_tiled applies activation checkpointing to the blocks")
         if self.sequence_parallel is not None:
             self.sequence_group = Groups.of_size(self.sequence_parallel.size).group
         self.release()
@@ -100,15 +99,6 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
         self.release()
 
 
-def _turn_off_activation_checkpointing(args: TrainingArguments) -> None:
-    """Turn off the Trainer's own, under its name and the one that it had before."""
-    names = [n for n in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, n, False)]
-    for name in names:
-        setattr(args, name, False)
-    if names:
-        inform(f"{names[0]}=True is turned off: lt_tiled applies activation checkpointing to the blocks")
-
-
 def share_batches(loader: DataLoader[Any], size: int, **kwargs: Any) -> DataLoader[Any]:
     """Prepare a data loader for sequence parallelism: the ranks that share sequences get the same batches.
 
@@ -123,8 +113,9 @@ def share_batches(loader: DataLoader[Any], size: int, **kwargs: Any) -> DataLoad
         ValueError: If the size does not divide the number of ranks.
     """
     groups = Groups.of_size(size)
-    places = {"num_processes": groups.count, "process_index": groups.index}
-    options = {"put_on_device": True, "use_seedable_sampler": True, "dispatch_batches": False, **kwargs}
-    shared: DataLoader[Any] = prepare_data_loader(loader, PartialState().device, **places, **options)
+    options = {"put_on_device": True, "use_seedable_sampler": True, "dispatch_batches": False} | kwargs
+    shared: DataLoader[Any] = prepare_data_loader(
+        loader, PartialState().device, num_processes=groups.count, process_index=groups.index, **options
+    )
     shared._is_accelerate_prepared = True  # accelerator.prepare would divide it again
     return shared

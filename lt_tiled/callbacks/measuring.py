@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
@@ -18,17 +17,17 @@ from lt_tiled.report import Report, show
 from lt_tiled.training_step.step import shape_of
 
 
-class TilingReport(Callback):
-    """Prints what was tiled, into how many tiles, what was offloaded, and the peak memory of a training step."""
+class _StepMeter(Callback):
+    """Measures the peak memory of each training step of a Trainer."""
 
     def __init__(self) -> None:
-        self.report: Report | None = None
         self.peak = 0
-        """The highest peak of a step, in bytes."""
+        """The highest peak of a step so far, in bytes."""
         self._steps = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self.peak = self._steps = 0
+        self.peak = 0
+        self._steps = 0
         self._memory = PeakMemory(trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -40,6 +39,12 @@ class TilingReport(Callback):
         self._steps += 1
         self.peak = max(self.peak, self._memory.read())
 
+
+class TilingReport(_StepMeter):
+    """Prints what was tiled, into how many tiles, what was offloaded, and the peak memory of a training step."""
+
+    report: Report | None = None
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         # The strategy restores the model in its teardown, which comes before `on_fit_end`.
         self.report = Report.of(pl_module)
@@ -49,25 +54,18 @@ class TilingReport(Callback):
             show(self.report.table(self._memory.describe(self.peak), self._steps))
 
 
-class MemoryMonitor(Callback):
+class MemoryMonitor(_StepMeter):
     """Logs peak memory, tiles, tokens per second and offloaded bytes of each step, for Trainer and Fabric.
 
     The figures go to the loggers of the run as ``lt_tiled/...``. With a Trainer a step is a batch. With Fabric it ends
     with ``optimizer.step()``, and the tokens are those passed to the model.
     """
 
-    def __init__(self) -> None:
-        self.peak = 0
-        """The highest peak so far, in bytes."""
-        self._fabric: Fabric
-        self._offloaded = OffloadStats().metrics()
-        self._steps = 0
-
     # Trainer
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self.peak = self._steps = 0
-        self._measure(pl_module, trainer.strategy.root_device)
+        super().on_train_start(trainer, pl_module)
+        self._offloaded = OffloadStats().metrics()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._begin_step(prod(shape_of(batch)))
@@ -75,19 +73,16 @@ class MemoryMonitor(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        metrics = self._end_step()
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # Lightning's own step has no public name
-        interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if interval and self._steps % interval == 0:
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=step)
+        pl_module.log_dict(self._end_step(pl_module), batch_size=1)
 
     # Fabric
 
     def on_after_setup(self, fabric: Fabric, module: nn.Module) -> None:
         """Fabric's hook, called by ``fabric.setup``."""
         self._fabric = fabric
-        self._measure(module, fabric.device)
+        self._model = module
+        self._memory = PeakMemory(fabric.device)
+        self._offloaded = OffloadStats().metrics()
         self._begin_step()
 
         def count(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -97,29 +92,26 @@ class MemoryMonitor(Callback):
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
         """Fabric's hook, called by ``optimizer.step()``."""
-        self._fabric.log_dict(self._end_step(), step=self._steps - 1)
+        self._fabric.log_dict(self._end_step(self._model), step=self._steps - 1)
         self._begin_step()
 
     # Both
 
-    def _measure(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._memory = model, PeakMemory(device)
-        self._offloaded = OffloadStats().metrics()
-
     def _begin_step(self, tokens: int = 0) -> None:
         self._memory.reset()
-        self._start, self._tokens = time.monotonic(), tokens
+        self._start = time.monotonic()
+        self._tokens = tokens
 
-    def _end_step(self) -> dict[str, float]:
+    def _end_step(self, model: nn.Module) -> dict[str, float]:
         """Return the figures of the step by name."""
-        peak, seconds = self._memory.read(), max(time.monotonic() - self._start, 1e-9)
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        peak = self._memory.read()
         self.peak = max(self.peak, peak)
         self._steps += 1
-        report = Report.of(self._model)
-        tiles = [row.tiles for row in report.tiled] + [row.tiles for row in report.losses]
+        report = Report.of(model)
         metrics = {
             "lt_tiled/peak_memory": peak / 2**30,
-            "lt_tiled/tiles": float(max(tiles, default=1) or 1),
+            "lt_tiled/tiles": float(max([1, *(row.tiles for row in report.tiled + report.losses)])),
             "lt_tiled/tokens_per_second": self._tokens / seconds,
         }
         if report.offloaded is not None:

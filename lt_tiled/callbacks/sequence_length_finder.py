@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,14 +10,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.memory import is_oom_error
 from lightning.pytorch.utilities.seed import isolate_rng
 from torchmetrics import Metric
 
-from lt_tiled._log import inform, progress
-from lt_tiled.memory import PeakMemory, gib, provides
+from lt_tiled._log import inform
+from lt_tiled.memory import PeakMemory, provides
 from lt_tiled.policies import check_count, parse_bytes
 from lt_tiled.recompute.mode import random_state_kept
 from lt_tiled.training_step.step import create_optimizer_state, first_batch, run_step, silence, with_length
@@ -27,14 +25,13 @@ from lt_tiled.training_step.step import create_optimizer_state, first_batch, run
 class SequenceLengthFinder(Callback):
     """Finds the longest sequence whose training step fits, before the run, as Lightning's ``BatchSizeFinder`` does.
 
-    It tries sequence lengths with a batch of the run's data, by a forward and a backward pass with the optimizer state
-    in place. Lengths double until one does not fit, and bisection finds the rest. Then it restores weights, buffers,
-    metrics, random numbers and the optimizer, sets the result as ``attribute`` of the data, and sets up the data again.
-    A learning rate schedule that counts the steps of the run was made before that: set ``max_steps``.
+    It tries a forward and a backward pass on a batch of the run's data, with the optimizer state in place. Lengths
+    double until one does not fit, and bisection finds the rest. Then it restores weights, buffers, metrics, random
+    numbers and the optimizer, sets the result as ``attribute`` of the data, and sets up the data again. A learning rate
+    schedule that counts the steps of the run was made before that: set ``max_steps``.
 
-    Ranks of DDP try each length on their own and agree on what fits on all of them. Ranks of sharding engines wait for
-    each other within a step: there, memory must run out on all ranks at the same sequence length, as for batches of one
-    shape.
+    Ranks of DDP agree on a length that fits on all of them. Ranks of sharding engines wait for each other within a
+    step: there, memory must run out on all ranks at the same sequence length, as for batches of one shape.
 
     Args:
         start: The first sequence length.
@@ -61,24 +58,22 @@ class SequenceLengthFinder(Callback):
         check_count("limit", limit, None)
         if limit is not None and limit < start:
             raise ValueError(f"limit={limit} is shorter than start={start}: raise limit, or lower start.")
-        self.start, self.granule, self.attribute = int(start), int(granule), attribute
-        self.limit = None if limit is None else int(limit)
+        self.start = start
+        self.granule = granule
+        self.limit = limit
+        self.attribute = attribute
         self.memory = None if memory is None else parse_bytes(memory, "memory")
         self.found: int | None = None
         """The longest sequence that fits."""
-        self.peaks: dict[int, int] = {}
-        """The peak of the step in bytes, by sequence length, for those that fit."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        data = trainer.datamodule  # type: ignore[attr-defined]
         holder = self._holder(trainer, pl_module)
+        data = trainer.datamodule  # type: ignore[attr-defined]
         with isolate_rng(), random_state_kept(trainer.strategy.root_device):
             batch = trainer.strategy.batch_to_device(first_batch(pl_module, data))
-            self.peaks = {}
             with _restored(trainer, pl_module):
                 self.found = self._search(partial(self._fits, trainer, pl_module, batch))
-        peak = gib(self.peaks[self.found])
-        inform(f"SequenceLengthFinder: {self.found} tokens fit ({peak}); {self.attribute} is set to {self.found}")
+        inform(f"SequenceLengthFinder: {self.found} tokens fit; {self.attribute} is set to {self.found}")
         setattr(holder, self.attribute, self.found)
         if data is not None:
             data.setup("fit")
@@ -87,33 +82,33 @@ class SequenceLengthFinder(Callback):
 
     def _holder(self, trainer: Any, module: LightningModule) -> Any:
         """Return what has the sequence length as an attribute."""
-        data = trainer.datamodule
-        if not trainer.fit_loop._data_source.is_module():
-            raise ValueError(
-                "The data loaders were given to fit, so their sequence length cannot be set: pass a datamodule, or a"
-                f" module with data loaders, that has an attribute {self.attribute!r} for the sequence length."
-            )
-        for holder in (data, module):
-            if hasattr(holder, self.attribute):
+        for holder in (trainer.datamodule, module):
+            if hasattr(holder, self.attribute) and trainer.fit_loop._data_source.is_module():
                 return holder
         raise ValueError(
-            f"Neither the datamodule ({type(data).__name__}) nor {type(module).__name__} has an attribute"
-            f" {self.attribute!r} for the sequence length: name yours with SequenceLengthFinder(attribute=...), and use"
-            " it in train_dataloader."
+            f"SequenceLengthFinder sets the sequence length as the attribute {self.attribute!r} of a datamodule, or of"
+            " a module with data loaders. Pass one that has it and not loaders, or name yours with"
+            " SequenceLengthFinder(attribute=...)."
         )
 
     def _search(self, try_length: Callable[[int], bool]) -> int:
-        low, high, length = 0, None, self.start
+        low = 0
+        high: int | None = None
+        length = self.start
         while True:
-            with progress(f"SequenceLengthFinder: {length} tokens, of {low} to {high or self.limit or 'any number'}"):
-                fits = try_length(length)
+            fits = try_length(length)
             inform(f"SequenceLengthFinder: {length} tokens {'fit' if fits else 'do not fit'}")
-            low, high = (length, high) if fits else (low, length)
+            if fits:
+                low = length
+            else:
+                high = length
             if high is None:
+                # 1. Double, until a length does not fit.
                 if low == self.limit:
                     return low
                 length = min(2 * low, self.limit or 2 * low)
             elif high - low > self.granule:
+                # 2. Bisect, at multiples of the granule.
                 length = max((low + high) // 2 // self.granule * self.granule, low + self.granule)
             elif low:
                 return low
@@ -123,7 +118,6 @@ class SequenceLengthFinder(Callback):
     def _fits(self, trainer: pl.Trainer, module: LightningModule, batch: Any, tokens: int) -> bool:
         """Return whether a step on sequences of that length fits on every rank."""
         strategy: Any = trainer.strategy
-        fits = True
         memory = PeakMemory(strategy.root_device)
         memory.reset()
         # Without a reduction: a rank that runs out of memory before it would leave the others waiting.
@@ -131,18 +125,13 @@ class SequenceLengthFinder(Callback):
         try:
             with without_reduction():
                 run_step(strategy, module, with_length(batch, tokens), trainer.optimizers[0])
+            fits = self.memory is None or memory.read() <= self.memory
         except RuntimeError as error:
             if not (is_oom_error(error) or "can't allocate memory" in str(error)):
                 raise
             fits = False
-        peak = memory.read()
-        fits = fits and (self.memory is None or peak <= self.memory)
         _free(trainer)
-        if dist.is_available() and dist.is_initialized():
-            fits = strategy.reduce_boolean_decision(fits, all=True)
-        if fits:
-            self.peaks[tokens] = peak
-        return fits
+        return bool(strategy.reduce_boolean_decision(fits, all=True))
 
 
 def _free(trainer: pl.Trainer) -> None:
@@ -155,10 +144,8 @@ def _free(trainer: pl.Trainer) -> None:
 
 @contextmanager
 def _restored(trainer: pl.Trainer, module: LightningModule) -> Iterator[None]:
-    """Create the optimizer state. Afterwards restore it, the buffers, metrics and logging."""
+    """Create the optimizer state and log nothing. Afterwards restore both, buffers and metrics."""
     buffers = [(m, name, b, b.detach().clone()) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
-    metrics = [(m, copy.deepcopy(m.metric_state), m._update_count) for m in module.modules() if isinstance(m, Metric)]
-    log = {name: value for name, value in vars(module).items() if name in ("log", "log_dict")}
     # The state of an engine's own optimizers exists from the start.
     optimizers = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, torch.optim.Optimizer)]
     silence(module)
@@ -172,10 +159,8 @@ def _restored(trainer: pl.Trainer, module: LightningModule) -> Iterator[None]:
         for owner, name, buffer, before in buffers:
             setattr(owner, name, buffer)
             buffer.copy_(before)
-        for metric, state, count in metrics:
-            for name, value in state.items():
-                setattr(metric, name, value)
-            metric._update_count, metric._computed = count, None
+        for part in module.modules():
+            if isinstance(part, Metric):
+                part.reset()
         del module.log, module.log_dict  # of the instance
-        vars(module).update(log)
         _free(trainer)

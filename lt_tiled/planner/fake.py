@@ -29,7 +29,8 @@ from lt_tiled.offload.pinned import Stored
 from lt_tiled.planner.ledger import Ledger
 from lt_tiled.policies import ActivationCheckpointing, Tiling
 from lt_tiled.recompute.blocks import BlockPatch
-from lt_tiled.training_step.step import nothing, swapped
+from lt_tiled.tiling.weights import swapped
+from lt_tiled.training_step.step import nothing
 
 aten = torch.ops.aten
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -47,10 +48,10 @@ def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
 
             # It reads the values of position ids to look for packed sequences, and for fake ones it would make their
             # mask: https://github.com/huggingface/transformers/blob/main/src/transformers/masking_utils.py
-            stack.enter_context(swapped(vars(masking_utils), "find_packed_sequence_indices", nothing))
+            stack.enter_context(swapped([(vars(masking_utils), "find_packed_sequence_indices", nothing)]))
             # Kernels of layers with a state cannot run on fake tensors. An export takes the torch code in their place:
             # https://github.com/huggingface/transformers/blob/main/src/transformers/integrations/hub_kernels.py
-            stack.enter_context(swapped(vars(hub_kernels), "is_torchdynamo_exporting", lambda: True))
+            stack.enter_context(swapped([(vars(hub_kernels), "is_torchdynamo_exporting", lambda: True)]))
         stack.enter_context(FakeTensorMode())
         ledger = FakeLedger(model)
         stack.callback(register_module_forward_pre_hook(ledger.enter).remove)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import fields, replace
 
-from lt_tiled._log import progress
 from lt_tiled.errors import DoesNotFitError, NothingFoundError
 from lt_tiled.loss.transformers import find_losses
 from lt_tiled.memory import gib
@@ -30,8 +29,7 @@ def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) 
     """
     settings = settings or job.settings
     batch = job.batch if tokens is None else with_length(job.batch, tokens)
-    with progress(f"Planning {tokens or job.tokens} tokens, {describe(settings)}"):
-        return simulate(job.module, batch, settings)
+    return simulate(job.module, batch, settings)
 
 
 def longest(

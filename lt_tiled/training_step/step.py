@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -45,16 +45,6 @@ def training_loss(run: Callable[..., Any], module: LightningModule, batch: Any) 
 
 def nothing(*_: Any, **__: Any) -> None:
     """Do nothing, for example in place of ``self.log``, which needs a training loop."""
-
-
-@contextmanager
-def swapped(table: dict[str, Any], name: str, value: Any) -> Iterator[None]:
-    """Replace a value of a table inside the context, and restore it at the end."""
-    before, table[name] = table[name], value
-    try:
-        yield
-    finally:
-        table[name] = before
 
 
 def silence(module: LightningModule) -> None:
@@ -100,16 +90,14 @@ def first_batch(module: LightningModule, datamodule: LightningDataModule | None,
     return batch
 
 
-def tensors_of(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch, in order."""
-    found: list[Tensor] = []
-    apply_to_collection(batch, Tensor, found.append)
-    return found
-
-
 def shape_of(batch: Any) -> tuple[int, int]:
     """Return the number and the length of a batch's sequences, of its first 2D or 3D tensor; 1 and 0 without one."""
-    return next(((tensor.shape[0], tensor.shape[1]) for tensor in tensors_of(batch) if tensor.dim() in (2, 3)), (1, 0))
+    tensors: list[Tensor] = []
+    apply_to_collection(batch, Tensor, tensors.append)
+    for tensor in tensors:
+        if tensor.dim() in (2, 3):
+            return tensor.shape[0], tensor.shape[1]
+    return 1, 0
 
 
 def with_length(batch: Any, tokens: int) -> Any:
