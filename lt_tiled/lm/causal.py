@@ -16,11 +16,11 @@ from torchmetrics import MeanMetric
 from lt_tiled._log import warn
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import find_losses, patch_losses
-from lt_tiled.modules.cache import loss_function_set
 from lt_tiled.modules.find import full_shape, plain_name
 from lt_tiled.policies import as_loss
 from lt_tiled.sequence_parallel.ulysses import gathered
 from lt_tiled.strategies.deepspeed import not_sharded_yet
+from lt_tiled.tiling.weights import swapped
 
 
 class CausalLM(LightningModule):
@@ -183,7 +183,7 @@ class CausalLM(LightningModule):
 
         # Adapters and engines may wrap the transformers model.
         model = next(module for module in self.model.modules() if isinstance(module, PreTrainedModel))
-        with loss_function_set(model, loss_function):
+        with swapped([(vars(model), "_loss_function", loss_function)]):  # the setter has no deleter
             self.model(**inputs)
         return losses[-1][:, :-1]
 

@@ -1,10 +1,10 @@
-"""Calls of transformers' models: their arguments, their loss function, and the key-value caches of a recompute."""
+"""Calls of transformers' models: their arguments and key-value caches."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -17,8 +17,7 @@ from lt_tiled.modules.find import has_class, walk_all
 def leave_out_caches(model: nn.Module, undo: ExitStack) -> None:
     """Let the models of transformers in a model make no key-value cache in training, until ``undo`` is closed.
 
-    They make one by default, which nobody reads in training and which would hold the keys and values of all layers. As
-    with transformers' own gradient checkpointing they make none. Any of them may be called first.
+    They make one by default, which nobody reads in training and which would hold the keys and values of all layers.
     """
     for _, module in walk_all(model):
         if has_class(module, ("PreTrainedModel",)):
@@ -54,16 +53,3 @@ def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def has_cache(given: dict[str, Any]) -> bool:
     """Whether there is a key-value cache of transformers among arguments."""
     return any(cls.__name__.endswith("Cache") for value in given.values() for cls in type(value).__mro__)
-
-
-@contextmanager
-def loss_function_set(model: Any, function: Callable[..., Any]) -> Iterator[None]:
-    """Set the loss function of a transformers model for a while."""
-    before = vars(model).get("_loss_function")
-    model.loss_function = function
-    try:
-        yield
-    finally:
-        del model._loss_function  # the attribute of the property, which has no deleter
-        if before is not None:
-            model.loss_function = before

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled.loss.cross_entropy import shifted, wide_dtype
-from lt_tiled.modules.cache import loss_function_set
 from lt_tiled.modules.patch import Order, Patch, is_of
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.blocks import batch
@@ -26,6 +25,7 @@ from lt_tiled.sequence_parallel.groups import check_same_batch, check_same_block
 from lt_tiled.sequence_parallel.self_check import check_once, checking
 from lt_tiled.sequence_parallel.states import STATE_LAYERS
 from lt_tiled.sequence_parallel.ulysses import Door, UlyssesState, held, shared_pass
+from lt_tiled.tiling.weights import swapped
 
 
 class SharedModel(Patch):
@@ -185,7 +185,7 @@ def shared_loss(state: UlyssesState, call: Call, own: dict[str, Any]) -> Iterato
         kwargs["shift_labels"] = labels
         return function(logits, *args, **kwargs)
 
-    with loss_function_set(model, loss_function):
+    with swapped([(vars(model), "_loss_function", loss_function)]):  # the setter has no deleter
         yield
 
 
