@@ -20,11 +20,8 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     repeat, such as experts, heads or convolutions with their norms, are no blocks. If nothing repeats, a layer that is
     alone in a ``ModuleList`` is one (ALBERT).
     """
-    # 1. Layers of a known class, and children that repeat.
-    known = outermost(walk(model), lambda module: has_class(module, BLOCK_CLASSES))
-    layers = {module for _, module in known}
+    layers = {module for _, module in outermost(walk(model), lambda module: has_class(module, BLOCK_CLASSES))}
     candidates = set(layers)
-    composed: list[nn.Module] = []
     alone: list[tuple[str, nn.Module]] = []
     for path, container in walk_all(model):
         if isinstance(container, nn.ModuleList | nn.Sequential):
@@ -34,18 +31,13 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 # Bare projections, activations and lists are no candidates.
                 if not has_forward(module) or not any(module.children()):
                     continue
-                composed.append(module)
                 if count[type(module)] > 1:
                     candidates.add(module)
                     if has_mixer(module) and mlp_widths(module) is not None:
                         layers.add(module)
-                if isinstance(container, nn.ModuleList) and len(container) == 1:
+                elif isinstance(container, nn.ModuleList) and len(children) == 1:
                     alone.append((f"{path}.{name}".lstrip("."), module))
-    # 2. A layer of a stage may be alone in another stage.
-    kinds = {type(module) for module in layers if layers.isdisjoint(_below(module))}
-    layers.update(module for module in composed if type(module) in kinds)
-    # 3. What contains layers is a stage.
-    candidates |= layers
+    # What contains layers is a stage.
     found = outermost(walk(model), lambda module: module in candidates and layers.isdisjoint(_below(module)))
     return found or outermost(alone)
 
