@@ -9,7 +9,7 @@ Call ``register()`` before the first backward pass of a process, because torch t
 cannot be undone. ``torch.accelerator`` then names this device, also where there is CUDA, so a process that uses CUDA
 must not register it. The device is available only inside ``attached()``. It has one index, and lacks what torch leaves
 to C++: ``torch.Generator("second")``, streams, pinned memory and ``torch.load`` without ``map_location``.
-``tests/offload/streams.py`` checks the order of copies and computation instead.
+``tests/offload/test_streams.py`` checks the order of copies and computation instead.
 """
 
 from __future__ import annotations
@@ -92,45 +92,34 @@ def _drawing() -> Iterator[None]:
 # Kernels
 
 
-class Signature:
-    """What the schema of an operator says, read once."""
-
-    def __init__(self, op: Any) -> None:
-        arguments, self.name = op._schema.arguments, op._schema.name.removeprefix("aten::")
-        self.tensors = [str(a.type) == "Tensor" for a in arguments]
-        self.outs = {a.name for a in arguments if a.is_out}
-        written = [(i, a) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-        sets = [None if r.alias_info is None else r.alias_info.before_set for r in op._schema.returns]
-        self.returned = [(i, a.name) for s in sets for i, a in written if a.alias_info.before_set == s]
-        """The arguments that it returns: all that is returned, or none of it."""
-        self.draws = torch.Tag.nondeterministic_seeded in op.tags
-
-
-_signature = functools.cache(Signature)
-
-
 def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run any operator on the device: with the CPU's kernel, on the same memory."""
     if op.is_view:
         return op.redispatch(_ON_CPU, *args, **kwargs)  # which keeps the storage and its device
-    signature = _signature(op)
-    _check_devices(signature.name, args, kwargs)
-    empty = {key: kwargs[key] for key in signature.outs & kwargs.keys() if not kwargs[key].numel()}
-    given = tree_map(_to_cpu, kwargs)
-    given |= {key: torch.empty(0, dtype=out.dtype) for key, out in empty.items()}  # the kernel may resize it
-    if kwargs.get("device") is not None:
+    _check_devices(op._schema.name.removeprefix("aten::"), args, kwargs)
+    lent: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def to_cpu(value: Any) -> Any:
+        if not _on_second(value):
+            return value
+        tensor = _relabel(value, "cpu")
+        lent[id(tensor)] = tensor, value
+        return tensor
+
+    given = tree_map(to_cpu, kwargs)
+    empty = {key: out for key, out in kwargs.items() if _on_second(out) and not out.numel()}
+    for key, out in empty.items():  # of which the kernel may resize one
+        given[key] = torch.empty(0, dtype=out.dtype)
+        lent[id(given[key])] = given[key], out
+    if given.get("device") is not None:
         given["device"] = "cpu"
-    # A Python number arrives as such also where the operator takes a tensor: another overload takes the number.
-    bare = any(tensor and isinstance(v, int | float) for tensor, v in zip(signature.tensors, args, strict=False))
-    with _drawing() if signature.draws else nullcontext():
-        result = (op.overloadpacket if bare else op)(*tree_map(_to_cpu, args), **given)
+    # A Python number may stand for a tensor, so that another overload takes it.
+    with _drawing():
+        result = op.overloadpacket(*tree_map(to_cpu, args), **given)
     for key, out in empty.items():
         new = _to_second(given[key])
         out.set_(new.untyped_storage(), 0, new.shape, new.stride())
-    if signature.returned:
-        same = tuple(args[i] if i < len(args) else kwargs[name] for i, name in signature.returned)
-        return same if len(same) > 1 else same[0]
-    return tree_map(_to_second, result)
+    return tree_map(lambda value: lent[id(value)][1] if id(value) in lent else _to_second(value), result)
 
 
 _TAKES_HOST_INDICES = {"index", "_unsafe_index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index_put"}
@@ -152,13 +141,6 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
     return target
 
 
-def _resize_(tensor: Tensor, size: list[int], *, memory_format: Any = None) -> Tensor:
-    new = tensor.new_empty(size)
-    kept = min(new.numel(), tensor.numel())
-    new.view(-1)[:kept].copy_(tensor.reshape(-1)[:kept])
-    return tensor.set_(new.untyped_storage(), 0, new.shape, new.stride())  # type: ignore[no-any-return, call-overload]
-
-
 def _clone_storage(real: Callable[..., Any], storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Clone a storage, for ``copy.deepcopy``. Torch would ask an allocator in C++, which the device has not."""
     if storage.device.type != NAME:
@@ -178,41 +160,39 @@ _COLLECTIVES = (
 )
 
 
-def _autocast(op: Any, low: bool) -> Callable[..., Any]:
-    """Return a kernel that casts floating-point tensors as CUDA's autocast does: low to its dtype, else to float32."""
+def _autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator in the dtype of autocast, as CUDA's does."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype(NAME) if low else torch.float32
+    def cast(value: Any) -> Any:
+        eligible = _on_second(value) and value.is_floating_point() and value.dtype != torch.float64
+        return value.to(torch.get_autocast_dtype(NAME)) if eligible else value
 
-        def cast(value: Any) -> Any:
-            eligible = _on_second(value) and value.is_floating_point() and value.dtype != torch.float64
-            return value.to(dtype) if eligible else value
-
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return op(*tree_map(cast, args), **tree_map(cast, kwargs))
-
-    return run
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        return op(*tree_map(cast, args), **tree_map(cast, kwargs))
 
 
-_LOW = (
-    *("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum", "scaled_dot_product_attention"),
-    *("conv1d", "conv2d", "_convolution"),
-)
-_FLOAT32 = (
-    *("layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax.int", "log_softmax.int", "nll_loss"),
-    *("exp", "log", "rsqrt", "pow.Tensor_Scalar", "sum", "sum.dim_IntList", "cumsum", "linalg_vector_norm"),
-)
-"""The operators of CUDA's lists that models in the tests use."""
+_LOW = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "scaled_dot_product_attention")
+"""The operators of CUDA's list of low precision that models in the tests use."""
 
 # The device
 
 
 class SecondModule(types.ModuleType):
-    """What ``torch.get_device_module("second")`` returns."""
+    """What ``torch.get_device_module("second")`` returns. The device computes in order with the host."""
 
     attached = live = peak = 0
     _initialized = True
     """Read by ``torch.utils.checkpoint``, which restores the generators of initialized devices alone."""
+    is_initialized = staticmethod(lambda: True)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    current_device = staticmethod(lambda: 0)
+    device = staticmethod(lambda device: nullcontext())
+    synchronize = staticmethod(lambda device=None: None)
+    empty_cache = staticmethod(lambda: None)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.float16, torch.bfloat16])
+    get_rng_state = staticmethod(lambda device=NAME: GENERATOR.get_state())
+    set_rng_state = staticmethod(lambda new_state, device=NAME: GENERATOR.set_state(new_state))
+    manual_seed_all = staticmethod(GENERATOR.manual_seed)
 
     def count(self, change: int) -> None:
         """Count bytes that are allocated or freed."""
@@ -223,35 +203,8 @@ class SecondModule(types.ModuleType):
     def is_available(self) -> bool:
         return self.attached > 0
 
-    def is_initialized(self) -> bool:
-        return True
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
     def device_count(self) -> int:
         return min(self.attached, 1)
-
-    def current_device(self) -> int:
-        return 0
-
-    def device(self, device: Any) -> Any:
-        return nullcontext()
-
-    def synchronize(self, device: Any = None) -> None:
-        """Return at once: the device computes in order with the host."""
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
-
-    def get_rng_state(self, device: Any = NAME) -> Tensor:
-        return GENERATOR.get_state()
-
-    def set_rng_state(self, new_state: Tensor, device: Any = NAME) -> None:
-        GENERATOR.set_state(new_state)
-
-    def manual_seed_all(self, seed: int) -> None:
-        GENERATOR.manual_seed(seed)
 
     def memory_allocated(self, device: Any = None) -> int:
         return self.live
@@ -261,9 +214,6 @@ class SecondModule(types.ModuleType):
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         self.peak = self.live
-
-    def empty_cache(self) -> None:
-        """Do nothing: the device keeps no freed memory."""
 
 
 MODULE = SecondModule(NAME)
@@ -290,7 +240,7 @@ def register() -> None:
     _LIBRARIES.extend((every, aten, c10d))
     every.fallback(_kernel, "PrivateUse1")
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    own: dict[str, Any] = {"copy_": _copy_, "resize_": _resize_, "_local_scalar_dense": lambda t: _to_cpu(t).item()}
+    own: dict[str, Any] = {"copy_": _copy_, "_local_scalar_dense": lambda t: _to_cpu(t).item()}
     own |= {"record_stream": lambda tensor, stream: None}
     for name in ("set_.source_Storage", "set_.source_Storage_storage_offset"):
         own[name] = functools.partial(_overload(torch.ops.aten, name).redispatch, _ON_CPU)
@@ -299,9 +249,8 @@ def register() -> None:
         own[name] = functools.partial(_kernel, _overload(torch.ops.aten, name))
     for name, kernel in own.items():
         aten.impl(name, kernel, "PrivateUse1")
-    for low, names in ((True, _LOW), (False, _FLOAT32)):
-        for name in names:
-            aten.impl(name, _autocast(_overload(torch.ops.aten, name), low), "AutocastPrivateUse1")
+    for name in _LOW:
+        aten.impl(name, functools.partial(_autocast, _overload(torch.ops.aten, name)), "AutocastPrivateUse1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has kernels of its own for these, which look for a backend
         for name in _COLLECTIVES:

@@ -24,7 +24,6 @@ class Part(nn.Module):
         self.inner, self.other = nn.Linear(H, H), nn.Linear(H, H, bias=False)
         self.gain = nn.Parameter(torch.rand(H) + 0.5)
         self.register_buffer("stat", torch.rand(H) + 0.5)
-        self.factor = 1.5
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,54 +47,25 @@ def routed(part: Part, x: Tensor) -> Tensor:
     return y.view_as(x)
 
 
-def selected(part: Part, x: Tensor) -> Tensor:
-    y, chosen = x.clone(), x[..., 0] > 0
-    y[chosen] = part.inner(x[chosen])
-    return y
-
-
-def without_gradient(part: Part, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        y = part.inner(x)
-    return x * part.gain + y
-
-
-def weight_with_hook(part: Part, x: Tensor) -> Tensor:
-    weight = part.other.weight * 1
-    if weight.requires_grad:
-        weight.register_hook(lambda gradient: gradient * 3)
-    return F.linear(x, weight)
-
-
 POSITION_WISE: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "linear": lambda part, x: part.inner(x),
     "gated": lambda part, x: part.inner(F.silu(part.other(x)) * x),
     "in place": in_place,
     "residual": lambda part, x: x + part.inner(x).tanh(),
-    "detached residual": lambda part, x: part.inner(x) + x.detach(),
     "token softmax": lambda part, x: part.other(x).softmax(-1),
-    "used twice": lambda part, x: part.other(part.other(x).tanh()),
-    "transposed weight": lambda part, x: F.linear(part.other(x).tanh(), part.other.weight.t()),
     "parts of a weight": lambda part, x: torch.cat([F.linear(x, w) for w in part.other.weight.chunk(3)], -1),
     "normalized weight": lambda part, x: F.linear(x, F.normalize(part.other.weight)),
-    "detached weight": lambda part, x: F.linear(part.inner(x), part.other.weight.detach()),
     "penalized weight": lambda part, x: x * part.other.weight.square().mean(),
-    "weight with a hook": weight_with_hook,
     "embedding": lambda part, x: x + F.embedding((x[..., 0] > 0).long(), part.other.weight),
     "norm": lambda part, x: F.layer_norm(x, (H,), part.gain, part.inner.bias),
     "rms norm": lambda part, x: F.rms_norm(x, (H,), part.gain),
     "buffer": lambda part, x: x * part.stat,
-    "attribute": lambda part, x: part.inner(x) * part.factor,
     "flattened": lambda part, x: part.inner(x.reshape(-1, H)).view_as(x),
     "routed": routed,
-    "selected": selected,
     "own function": lambda part, x: Twice.apply(part.inner(x)),
     "checkpoint": lambda part, x: checkpoint(part.inner, x, use_reentrant=False),
     "convolution of one": lambda part, x: F.conv1d(x.reshape(-1, H, 1), part.other.weight[..., None]).view_as(x),
-    "without gradient": without_gradient,
-    "identity": lambda part, x: x,
     "constant": lambda part, x: torch.zeros_like(x) + part.gain,
-    "half detached": lambda part, x: torch.cat([x[..., :3].detach(), part.inner(x)[..., 3:]], -1),
 }
 """What computes each token from itself alone."""
 
@@ -105,19 +75,10 @@ def capacity_of_8(part: Part, x: Tensor) -> Tensor:
     return (flat * (torch.arange(len(flat)) < 8)[:, None]).view_as(x)
 
 
-def then(change: Callable[[Part, Tensor], object]) -> Callable[[Part, Tensor], Tensor]:
-    def changing(part: Part, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            change(part, x)
-        return part.inner(x)
-
-    return changing
-
-
-def running_mean(part: Part, x: Tensor) -> Tensor:
+def writes_into_its_input(part: Part, x: Tensor) -> Tensor:
     with torch.no_grad():
-        part.stat.mul_(0.9).add_(x.flatten(0, -2).mean(0), alpha=0.1)
-    return x - part.stat
+        x.mul_(2)
+    return part.inner(x)
 
 
 def mixed_by_a_hook(part: Part, x: Tensor) -> Tensor:
@@ -128,38 +89,22 @@ def mixed_by_a_hook(part: Part, x: Tensor) -> Tensor:
 
 
 OTHERS: dict[str, Callable[[Part, Tensor], Tensor]] = {
-    "softmax of rows": lambda part, x: x.softmax(0),
     "mean of tokens": lambda part, x: part.inner(x - x.mean(-2, keepdim=True)),
-    "detached mean": lambda part, x: x - x.detach().mean(-2, keepdim=True),
-    "mean behind a zero": lambda part, x: x + 0 * part.gain * x.mean(-2, keepdim=True),
     "mean behind a small gate": lambda part, x: x + 1e-6 * part.gain * x.mean(-2, keepdim=True),
     "token shift": lambda part, x: part.inner(x + F.pad(x, (0, 0, 1, -1))),
-    "reversed": lambda part, x: part.inner(x).flip(-2),
-    "sorted": lambda part, x: part.inner(x).sort(-2).values,
     "attention": lambda part, x: F.scaled_dot_product_attention(part.inner(x), part.other(x), x),
     "batch norm": lambda part, x: F.batch_norm(x.reshape(-1, H), None, None, part.gain, training=True).view_as(x),
-    "positions": lambda part, x: x * torch.arange(x.shape[-2], dtype=x.dtype)[:, None],
     "division by tokens": lambda part, x: part.inner(x) / x.shape[-2],
-    "first token": lambda part, x: x + x[..., :1, :],
     "capacity of 8": capacity_of_8,
     "shared noise": lambda part, x: x * torch.rand((), dtype=x.dtype),
-    "locked dropout": lambda part, x: x * F.dropout(torch.ones(H, dtype=x.dtype), training=part.training),
     "Python's noise": lambda part, x: x * random.random(),
     "mixed in training": lambda part, x: x - x.mean(-2, keepdim=True) if part.training else x,
     "mixed in the backward pass": lambda part, x: MeanBackward.apply(x),
     "mixed by a hook": mixed_by_a_hook,
-    "writes into its input": then(lambda part, x: x.mul_(2)),
-    "counts in a buffer": then(lambda part, x: part.stat.add_(1)),
-    "sets a buffer": then(lambda part, x: setattr(part, "stat", part.stat + 1)),
-    "writes into a weight": then(lambda part, x: part.inner.weight.mul_(0.9)),
-    "running mean": running_mean,
+    "writes into its input": writes_into_its_input,
     "counts and uses": lambda part, x: (setattr(part, "calls", part.calls + 1), x * part.calls)[1],
 }
 """What does not: it reads other tokens or its input's shape, shares random numbers, or changes something of its own."""
-
-
-def frozen() -> nn.Module:
-    return nn.Sequential(nn.Linear(H, H).requires_grad_(False), nn.Linear(H, 2, bias=False), nn.Linear(2, H))
 
 
 def tied() -> nn.Module:
@@ -168,35 +113,12 @@ def tied() -> nn.Module:
     return module
 
 
-def with_hooks() -> nn.Module:
-    module = nn.Linear(H, H)
-    module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    module.register_forward_hook(lambda module, args, output: output + 1)
-    module.register_full_backward_hook(
-        lambda module, inputs, outputs: tuple(None if g is None else 2 * g for g in inputs)
-    )
-    return module
-
-
-class First(nn.Module):
-    """The first output of a module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)[0]
-
-
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "nn.PReLU": nn.PReLU,
     "nn.Sequential": lambda: nn.Sequential(nn.Linear(H, 9), nn.ReLU(inplace=True), nn.Linear(9, H)),
     "nn.Dropout": lambda: nn.Dropout(0.0),
-    "frozen": frozen,
     "tied": tied,
     "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(H, H)),
-    "hooks": with_hooks,
 }
 """Modules that work position by position."""
 
@@ -204,8 +126,6 @@ OTHER_MODULES: dict[str, Callable[[], nn.Module]] = {
     "nn.BatchNorm1d": lambda: nn.BatchNorm1d(H),
     "nn.Conv1d": lambda: nn.Conv1d(H, H, 3, padding=1),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(H, H)),
-    "nn.LSTM": lambda: First(nn.LSTM(H, H)),
-    "nn.TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(H, 2, 8, dropout=0.0),
 }
 """Modules that do not, at least in training."""
 
