@@ -48,7 +48,10 @@ FINDS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         [f"{i}.model.layers.{j}" for i in "01" for j in "01"],
     ),
     "the one layer of a ModuleList": (lambda: TinyLM(1), ["blocks.0"]),  # which ALBERT calls many times
-    "layers of stages": (swin, [f"encoder.layers.{i}.blocks.{j}" for i, j in ((0, 0), (1, 0), (1, 1))]),
+    "layers of stages, and a stage of one": (
+        swin,
+        ["encoder.layers.0", *(f"encoder.layers.1.blocks.{j}" for j in (0, 1))],
+    ),
 }
 
 
