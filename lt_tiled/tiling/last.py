@@ -28,77 +28,89 @@ FORWARD = "_lt_tiled_last"
 """The attribute of a patched projection that holds what runs in place of its own forward."""
 
 
-class LastProjection:
-    """While tiles run, sees their last projection, if they have one.
+class TileWatch:
+    """What one pass over the tiles of a call computes: takes fingerprints, and sees the last projection.
 
     Args:
-        linear: The projection.
-        prints: What takes fingerprints of its inputs.
-        sums: In a recompute, which leaves it out: the gradient sum of each leaf.
+        call: The call.
+        last: Its last projection, if a recompute leaves it out.
+        compared: Whether to take fingerprints: of the tiles' outputs, or of the inputs of the last projection.
+        sums: In a recompute: the gradient sum of each leaf.
     """
 
     def __init__(
         self,
-        linear: nn.Linear | None,
-        prints: TileFingerprints | None,
+        call: TiledCall,
+        last: nn.Linear | None,
+        compared: bool,
         sums: Mapping[Tensor, GradientSum] | None = None,
     ) -> None:
-        self.linear: Any = linear
-        self.prints = prints
+        self.call = call
+        self.last: Any = last
         self.sums = sums
+        self.prints: TileFingerprints | None = None
+        if compared:
+            raises = call.tiled.tiling.compare == "raise"
+            self.prints = TileFingerprints(call.name, len(call.bounds), call.precision.dtype, raises)
         self.calls = 0
-        """Those in the tile that runs."""
+        """Those of the projection in the tile that runs."""
         self.input: Any = None
         """Its input there, ``[..., in]``, without a graph."""
         self._version = 0
         self._output: Tensor | None = None
         """What it returned there."""
         self.cast: Any = None
-        """The weight in the dtype of the gradients."""
+        """Its weight in the dtype of the gradients."""
 
     def entries(self) -> list[Entry]:
         """Return the entry with which it stands in place of the projection."""
-        if self.linear is None:
+        if self.last is None:
             return []
         # A patched one is asked for below its patches.
-        name = FORWARD if "forward" in self.linear.__dict__ else "forward"
-        return [(self.linear.__dict__, name, self._forward)]
+        name = FORWARD if "forward" in self.last.__dict__ else "forward"
+        return [(self.last.__dict__, name, self._forward)]
+
+    def run(self, tile: Sequence[Tensor]) -> tuple[Any, bool]:
+        """Run a tile; return its output, and whether the last projection made it as in the first call of this kind."""
+        self.calls = 0
+        output = self.call.run(*tile)
+        own = self._output
+        self._output = None
+        if self.last is None:
+            if self.prints is not None:
+                self.prints.take(flatten(output)[0])
+            return output, True
+        # It ran once, and neither its input nor its output was changed since.
+        if own is None or own is not output or self.calls != 1:
+            return output, False
+        unchanged = own._version == 0 and self.input._version == self._version
+        if self.sums is None:
+            self.input = None
+        return output, unchanged and not (own._backward_hooks and has_users_hooks(own))
 
     def _forward(self, input: Tensor) -> Tensor:
-        linear = self.linear
         self.calls += 1
         # A checkpoint inside of the tile may run it again in the backward pass.
         if self.calls > 1:
-            return nn.Linear.forward(linear, input)
+            return nn.Linear.forward(self.last, input)
         self.input = input.detach()
         self._version = input._version
         if self.prints is not None:
             self.prints.take([self.input])
-            self.prints.take_weight(linear.weight)
+            self.prints.take_weight(self.last.weight)
         if self.sums is None:
-            self._output = nn.Linear.forward(linear, input)
+            self._output = nn.Linear.forward(self.last, input)
         else:
-            self._output = _LeftOut.apply(self, input, linear.weight, linear.bias)
+            self._output = _LeftOut.apply(self, input, self.last.weight, self.last.bias)
         return self._output
-
-    def made(self, output: Any) -> bool:
-        """Whether the projection ran once in the tile that ran, and its output is that of the tile, both unchanged."""
-        own = self._output
-        self._output = None
-        if own is None or own is not output or self.calls != 1:
-            return False
-        unchanged = own._version == 0 and self.input._version == self._version
-        if self.sums is None:
-            self.input = None
-        return unchanged and not (own._backward_hooks and has_users_hooks(own))
 
 
 class _LeftOut(torch.autograd.Function):
     """The last projection without its output: see NOTE [What the recompute leaves out]."""
 
     @staticmethod
-    def forward(ctx: Any, last: LastProjection, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.last = last
+    def forward(ctx: Any, watch: TileWatch, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.watch = watch
         kind = input.device.type
         dtype = input.dtype
         # Autocast leaves float64 as it is.
@@ -108,23 +120,25 @@ class _LeftOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
-        last = ctx.last
-        weight = last.linear.weight
-        input = last.input
-        last.input = None
+        watch = ctx.watch
+        sums = watch.sums
+        weight = watch.last.weight
+        bias = watch.last.bias
+        input = watch.input
+        watch.input = None
         before = gradient.flatten(0, -2)  # [t, out]
         dtype = before.dtype  # autocast's, if it was enabled there
         # 1. The gradients of weight and bias go to their sums.
-        if weight in last.sums:
-            last.sums[weight].add_product(before.t(), input.flatten(0, -2).to(dtype))
-        if last.linear.bias in last.sums:
-            last.sums[last.linear.bias].add(before.sum(0))
+        if weight in sums:
+            sums[weight].add_product(before.t(), input.flatten(0, -2).to(dtype))
+        if bias in sums:
+            sums[bias].add(before.sum(0))
         # 2. That of the input goes on.
         if not ctx.needs_input_grad[1]:
             return None, None, None, None
-        if last.cast is None or last.cast.dtype != dtype:
-            last.cast = weight.detach().to(dtype)
-        return None, before.mm(last.cast).view_as(input).to(input.dtype), None, None
+        if watch.cast is None or watch.cast.dtype != dtype:
+            watch.cast = weight.detach().to(dtype)
+        return None, before.mm(watch.cast).view_as(input).to(input.dtype), None, None
 
 
 def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:

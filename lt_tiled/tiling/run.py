@@ -31,7 +31,7 @@ from lt_tiled.tiling.anchor import Edges, Through, anchored, several_ranks
 from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.cut import Assembly, each_tile, flatten
 from lt_tiled.tiling.effects import check_leaves
-from lt_tiled.tiling.last import LastProjection
+from lt_tiled.tiling.last import TileWatch
 from lt_tiled.tiling.weights import GradientSum, in_places, swapped
 
 
@@ -119,28 +119,20 @@ def forward(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ..
     random = RandomState.now(call.device)
     plan = call.plan
     assembly = Assembly(call.tokens, call.bounds, call.name, plan.layout)
-    prints = prints_of(call) if call.differentiable and is_real(inputs[0]) else None
-    last = LastProjection(plan.last if call.differentiable else None, prints)
+    last = plan.last if call.differentiable else None
+    watch = TileWatch(call, last, compared=call.differentiable and is_real(inputs[0]))
     # Graphs that the module makes for itself are hidden from an activation checkpoint around it.
-    with torch.no_grad(), hidden_from_offloaders(), swapped(last.entries()):
+    with torch.no_grad(), hidden_from_offloaders(), swapped(watch.entries()):
         for index, tile in each_tile(enumerate(call.tiles([tensor.detach() for tensor in inputs]))):
-            last.calls = 0
-            output = call.run(*tile)
-            if last.linear is not None and not last.made(output):
+            output, as_planned = watch.run(tile)
+            if not as_planned:
                 # Its code is another one than in the first call: from now on tiles are recomputed in full.
                 random.set()
                 call.tiled.plans[call.kind] = replace(plan, last=None)
                 return forward(call, inputs)
-            if prints is not None and plan.last is None:
-                prints.take(flatten(output)[0])
             assembly.add(index, output)
             del output
-    return tuple(assembly.wholes), Trace(random, plan.last, prints)
-
-
-def prints_of(call: TiledCall) -> TileFingerprints:
-    """Return what takes the fingerprints of one pass over the tiles."""
-    return TileFingerprints(call.name, len(call.bounds), call.precision.dtype, call.tiled.tiling.compare == "raise")
+    return tuple(assembly.wholes), Trace(random, last, watch.prints)
 
 
 def hidden_from_offloaders() -> AbstractContextManager[Any]:
@@ -170,8 +162,8 @@ class Recompute:
             self.wholes.append(GradientSum(tensor, accumulate) if wants and not per_token else None)
             self.results.append(tensor.new_zeros(tensor.shape) if wants and per_token else None)
         # 2. What leaves out the last projection, and takes fingerprints as the forward pass did.
-        self.prints = None if trace.prints is None else prints_of(call)
-        self.last = LastProjection(trace.last, self.prints, dict(zip(self.leaves, self.sums, strict=True)))
+        sums = dict(zip(self.leaves, self.sums, strict=True))
+        self.watch = TileWatch(call, trace.last, trace.prints is not None, sums)
 
     def run(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run all tiles.
@@ -189,12 +181,12 @@ class Recompute:
             stack.enter_context(call.precision.context())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(hidden_from_offloaders())
-            stack.enter_context(swapped(in_places(call.weights.values(), self.leaves) + self.last.entries()))
+            stack.enter_context(swapped(in_places(call.weights.values(), self.leaves) + self.watch.entries()))
             # 2. Each tile runs again with a graph, and adds its gradients to the sums.
             self._run_tiles(given)
         # 3. It must have computed the same.
-        if self.trace.prints is not None and self.prints is not None:
-            self.trace.prints.compare(self.prints)
+        if self.trace.prints is not None and self.watch.prints is not None:
+            self.trace.prints.compare(self.watch.prints)
         # 4. One gradient for each input and weight.
         found: list[Tensor | None] = []
         for result, whole in zip(self.results, self.wholes, strict=True):
@@ -246,16 +238,12 @@ class Recompute:
         if self.call.precision.dtype is not None:
             # Of a leaf, autocast would cache the cast, and sum its gradients in 16 bits.
             inputs = [leaf.view_as(leaf) for leaf in leaves]
-        self.last.calls = 0
-        output = self.call.run(*inputs)
-        outputs = flatten(output)[0]
-        if self.prints is not None and self.trace.last is None:
-            self.prints.take(outputs)
-        elif self.prints is not None and self.trace.prints is not None and not self.last.made(output):
+        output, as_planned = self.watch.run(inputs)
+        if not as_planned and self.trace.prints is not None and self.watch.prints is not None:
             # Refused at the end, also with compare="warn": what the projection left out has no gradient.
-            self.prints.taken.clear()
+            self.watch.prints.taken.clear()
             self.trace.prints.raises = True
-        return outputs
+        return flatten(output)[0]
 
     def _check_leaves(self, ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
         """Refuse a graph that begins at other tensors, whose engine would see the gradient of each tile."""
