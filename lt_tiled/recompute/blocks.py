@@ -59,15 +59,21 @@ class BlockOffload:
         """Return what was offloaded."""
         return self.offloader.unpack(packed)
 
-    def of_inputs(self, tensors: list[Tensor]) -> saved_tensors_hooks:
+    def of_inputs(self, tensors: Sequence[Tensor]) -> saved_tensors_hooks:
         """Return hooks that offload the hidden states among the inputs of a call."""
         # Sparse, nested and quantized tensors stay where they are.
-        chosen = _hidden_states([t for t in tensors if movable(t)])
+        floating = [t for t in tensors if movable(t) and t.is_floating_point() and t.dim() > 1]
         # A tensor without a grad_fn may be a view of a weight (detached, transposed).
         weights: set[int | None] = set()
-        if any(t.grad_fn is None for t in chosen):
+        if any(t.grad_fn is None for t in floating):
             weights.update(storage_key(p) for p in self.model.parameters())
-        views = [view_key(t) for t in chosen if not _is_weight(t, weights)]  # the hooks get new Python objects
+        views: list[Any] = []  # the hooks get new Python objects
+        for tensor in floating:
+            # A separate residual stream has the same shape and is also used by one block only.
+            is_hidden = tensor is floating[0] or (tensor.shape == floating[0].shape and tensor.requires_grad)
+            is_weight = isinstance(tensor._base, nn.Parameter) or storage_key(tensor) in weights
+            if is_hidden and not is_weight:
+                views.append(view_key(tensor))
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
@@ -227,13 +233,3 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor],
 
 def _checkpoints_itself(module: nn.Module) -> bool:
     return getattr(module, "gradient_checkpointing", False) is True
-
-
-def _hidden_states(tensors: Sequence[Tensor]) -> list[Tensor]:
-    hidden = next((t for t in tensors if t.is_floating_point() and t.dim() > 1), None)
-    # A separate residual stream has the same shape and is also used by one block only.
-    return [t for t in tensors if t is hidden or (hidden is not None and t.shape == hidden.shape and t.requires_grad)]
-
-
-def _is_weight(tensor: Tensor, weights: set[int | None]) -> bool:
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or storage_key(tensor) in weights

@@ -1,11 +1,10 @@
 """Compare what a forward pass and its recompute compute, in every step, without waiting for the device.
 
 NOTE [Fingerprint]
-Code can read state that cannot be observed: a variable of another module, the data of a weight, a file. A gradient is
-wrong only if the recompute computes other values. So up to :data:`ROWS` rows (tokens) of a tensor are each multiplied
-with one vector of random signs, in the forward pass and in the recompute. What changes a row by more than rounding
-changes that number, which is about as large as the row's norm. Single elements do not do: one document's mask, or one
-expert of 64, is not seen in them.
+Code can read state that cannot be observed, but a gradient is wrong only if the recompute computes other values. So up
+to :data:`ROWS` rows (tokens) of a tensor are each multiplied with one vector of random signs, in both passes. What
+changes a row by more than rounding changes that number, which is about as large as the row's norm. One document's mask,
+or one expert of 64, would not be seen in single elements.
 
 NOTE [Rounding]
 A row differs if it is off by more than :data:`TOLERANCE` units in the last place of the least precise dtype, relative
@@ -35,8 +34,6 @@ ROWS = 1024
 """The most rows of a tensor that are compared."""
 WIDEST = 2**14
 """The most features of a row that are compared: of what is exchanged between ranks, a row has those of all tokens."""
-FEW_ROWS = 64
-"""The most rows of a weight."""
 FEW = 4
 """So many of them may differ."""
 TOLERANCE = 5.0
@@ -107,6 +104,8 @@ class _Verdict:
 
     def add(self, sample: Sample) -> None:
         """Compare a sample at the end of the backward pass that runs now."""
+        if sample.now.shape != sample.before.shape:
+            sample = sample._replace(now=torch.full_like(sample.before, torch.nan))
         task = torch._C._current_graph_task_id()
         if task != self.task:  # each callback reads its own samples, so that another backward pass may run inside
             self.task = task
@@ -198,14 +197,11 @@ class TileFingerprints:
     def take_weight(self, weight: Tensor) -> None:
         """Take that of the last projection's weight, once: what the recompute leaves out shows no change."""
         if weight.dtype in EPS and -1 not in self.taken:
-            self.taken[-1] = [fingerprint(weight, FEW_ROWS)]
+            self.taken[-1] = [fingerprint(weight, self.rows)]
 
     def compare(self, now: TileFingerprints, remedy: str = "lt_tiled.untile() it") -> None:
         """Compare them with those of the recompute, at the end of the backward pass; the remedy is for messages."""
         for place, tiles in self.taken.items():
             before = torch.cat(tiles)
-            recomputed = now.taken[place]
-            after = torch.full_like(before, torch.nan)
-            if len(recomputed) == len(tiles):
-                after = torch.cat(recomputed)
+            after = torch.cat(now.taken[place] or [before.new_empty(0)])
             VERDICT.add(Sample(self.name, remedy, now.eps, before, after, self.raises))

@@ -73,18 +73,14 @@ class BlockFingerprints:
     def compare(self, place: Any, tensor: Any) -> None:
         """Compare what the recompute has at this place, if the forward pass looked at it."""
         before = self.taken.get(place)
-        if before is None or not is_backward():
+        is_tensor = isinstance(tensor, Tensor)
+        if before is None or not is_backward() or (is_tensor and not _has_values(tensor)):
             return
-        now = torch.full_like(before, torch.nan)
-        eps = 0.0
-        if isinstance(tensor, Tensor):
-            if not _has_values(tensor):
-                return
-            found = fingerprint(_plain(tensor), ROWS)
-            if found.shape == before.shape:
-                now = found
-            if tensor.is_floating_point() or tensor.is_complex():
-                eps = self.eps
+        now = before.new_empty(0)
+        eps = 0.0  # for indices and flags
+        if is_tensor:
+            now = fingerprint(_plain(tensor), ROWS)
+            eps = self.eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
         VERDICT.add(Sample(self.name, "name other blocks in ActivationCheckpointing", eps, before, now, self.raises))
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -123,24 +122,21 @@ DRAWS: dict[str, Callable[[], float]] = {
 """What a forward pass draws, and the recompute draws anew."""
 OWN = torch.Generator().manual_seed(0)
 
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "default dtype": lambda: _Default(torch.bfloat16),
+    "default dtype": lambda: default_dtype(torch.bfloat16),
     "kernels of attention": lambda: sdpa_kernel(SDPBackend.MATH),
 }
 """What is around a forward pass, and not around its backward pass."""
-
-
-@dataclass
-class _Default(AbstractContextManager[None]):
-    dtype: torch.dtype
-
-    def __enter__(self) -> None:
-        self.before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_default_dtype(self.before)
 
 
 def as_before() -> None:

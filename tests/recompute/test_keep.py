@@ -149,10 +149,6 @@ def test_two_backward_passes() -> None:
     assert all(map(torch.equal, first, second))
 
 
-def residual(m: Any, x: Tensor) -> Tensor:
-    return x + m.mlp(m.mlp(x).sin()).cos()
-
-
 # Attention
 
 
@@ -288,19 +284,3 @@ def test_a_change_in_front_of_what_is_kept(keep: Any, change: str) -> None:
         CHANGES[change](model[0])
         with pytest.raises(RuntimeError, match="computes other values"):
             loss.backward()
-
-
-def test_a_sparse_argument_of_what_is_kept() -> None:
-    """An operator that is given a sparse tensor is kept with the gradients of ``keep=None``."""
-
-    class Spreads(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + super().forward(torch.sparse.mm(torch.eye(24).to_sparse(), x).sin())
-
-    model, x = nn.Sequential(Spreads(H, H), Spreads(H, H)), randn(24, H)
-    true = gradients(model, x)
-    with prepare(
-        model, tiling=False, activation_checkpointing=ActivationCheckpointing("Spreads", keep=["aten._sparse_mm"])
-    ):
-        found = gradients(model, x)
-    assert all(torch.equal(found[name], true[name]) for name in true)
