@@ -44,10 +44,8 @@ class Place:
 class Disk:
     """The tier in a private file. Two threads move bytes between it and pinned memory; nothing is synced.
 
-    Args:
-        directory: An existing directory on the disk to use.
-        budget: The bytes to reserve now and never exceed; by default the file grows as needed.
-        direct: Bypass the page cache if the filesystem supports it.
+    Bytes of a budget are reserved in the directory now, and never exceeded; without one the file grows as needed.
+    ``direct`` bypasses the page cache if the filesystem supports it.
     """
 
     def __init__(self, directory: str, budget: int | None = None, *, direct: bool = True) -> None:
@@ -55,6 +53,7 @@ class Disk:
         reserved = aligned(budget or 0)
         self.limit = reserved or sys.maxsize
         self._memory = CPUMemory(sys.maxsize)  # the number of tensors in flight bounds it
+        self.free_buffers = self._memory.free_buffers
         self._places: weakref.WeakSet[Place] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="lt_tiled-disk")
         self._calls: weakref.WeakSet[Future[None]] = weakref.WeakSet()
@@ -169,10 +168,6 @@ class Disk:
         remedy = _REMEDIES.get(cause.errno or 0, "set another directory, which exists and is writable")
         kind = OffloadDiskFullError if cause.errno in _NO_ROOM else OffloadError
         return kind(f"{reason} in {self.directory!r}: {cause.strerror or cause}: {remedy}")
-
-    def free_buffers(self) -> None:
-        """Return unused pinned memory to the system."""
-        self._memory.free_buffers()
 
     def close(self) -> None:
         """Cancel waiting calls, let running ones end, and free disk space and memory."""

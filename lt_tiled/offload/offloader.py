@@ -1,18 +1,8 @@
 """The offloader: sends saved tensors to a tier in the forward pass and returns them in the backward pass.
 
 * A **record** (:class:`OffloadedTensor`) takes the place of a tensor in the graph that saved it, and goes with that
-  graph, however the step ends. The records that wait for their backward pass stand in one deque, as they were saved.
+  graph, however the step ends. The records that wait for their backward pass stand in one list, as they were saved.
 * A **tier** holds bytes: CPU memory (``pinned.py``) or a file (``disk.py``).
-* A **room** is the buffer, or the place in the file, of one record. It is free when the record is gone.
-
-This is what checkpointing, and all that keeps tensors for a recompute, calls:
-
-* ``build_offloader(policy, ranks_per_node)`` opens the tiers of a policy.
-* ``offloader.pack(tensor, block)`` offloads a block input, and with ``kept=True`` a tensor that is kept for the
-  recompute. It returns a record, or the tensor itself if that stays: small, or not ``movable`` (``tensors.py``).
-* ``offloader.unpack(packed)`` returns the tensor, any number of times.
-* ``offloader.stats`` has the figures of all steps, for loggers and the report.
-* ``offloader.free_buffers()`` gives unused memory back; ``offloader.close()`` ends it all.
 """
 
 from __future__ import annotations
@@ -20,7 +10,6 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -132,7 +121,7 @@ class Offloader:
         self.step = 0  # the number of forward passes that began when no other one waited
         self.stats = OffloadStats()
         self._lock = RLock()
-        self._waiting: deque[weakref.ref[OffloadedTensor]] = deque()
+        self._waiting: list[weakref.ref[OffloadedTensor]] = []
         self._closed = False
         self._process = os.getpid()
 
@@ -171,24 +160,19 @@ class Offloader:
             self._settle(waiting, IN_FLIGHT)
             packed.check_unchanged()
             packed.uses += 1
-            tensor = packed.tensor
-            if tensor is None:
-                tensor = packed.load()
+            tensor = packed.load() if packed.tensor is None else packed.tensor
             self._load_ahead(packed, waiting)
             return tensor
 
     def waiting(self) -> list[OffloadedTensor]:
         """Return the records whose graphs are alive, in the order of saving."""
         records = [record for reference in self._waiting if (record := reference()) is not None]
-        self._waiting = deque(map(weakref.ref, records))
+        self._waiting = list(map(weakref.ref, records))
         return records
 
     @contextmanager
     def _in_step(self, origin: Origin | None = None) -> Iterator[None]:
-        """Hold the lock, and refuse calls that cannot work.
-
-        After an error no record waits any more: the next step neither waits for what is being stored nor fails with it.
-        """
+        """Hold the lock, and refuse calls that cannot work. After an error the next step does not wait for records."""
         with self._lock:
             if self._closed:
                 raise OffloadError("released before this graph's backward pass: release afterwards", origin=origin)

@@ -44,10 +44,9 @@ class Buffer:
 
 
 class Stored(NamedTuple):
-    """Bytes that are being stored."""
+    """Bytes that are being stored in a room."""
 
     room: Any
-    """The buffer or the place in the file."""
     done: Callable[[], bool]
     wait: Callable[[], None]
 
@@ -57,7 +56,7 @@ class Copy:
 
     def __init__(self, tensor: Tensor, room: Buffer, end: torch.cuda.Event | None) -> None:
         self.room, self.end, self.device = room, end, tensor.device
-        self.tensor: Tensor | None = tensor  # dropped when the host or a stream has waited for the copy
+        self.tensor: Tensor | None = tensor  # until it is stored, or loaded
 
     def done(self) -> bool:
         return self.end is None or self.end.query()
@@ -67,6 +66,10 @@ class Copy:
         if self.end is not None:
             with torch.cuda.device(self.device):  # on a thread another one is current, which would get a context
                 self.end.synchronize()
+
+    def stored(self) -> None:
+        """Wait, and drop the tensor."""
+        self.wait()
         self.tensor = None
 
     def loaded(self) -> Tensor:
@@ -98,7 +101,7 @@ class CPUMemory:
         if buffer is None:
             return None
         copy = self._copy("store", raw, buffer, after)
-        return Stored(buffer, copy.done, copy.wait)
+        return Stored(buffer, copy.done, copy.stored)
 
     def load(self, room: Buffer, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
         """Begin to copy bytes from a buffer. Return a function that waits for them."""
