@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,29 +42,21 @@ from lt_tiled.tiling.patch import TiledPatch, patch_tiled
 class AppliesPolicies:
     """The base of strategies and callbacks: their policies, and the models that these were applied to."""
 
-    strict = False
-    """Whether a policy that finds nothing raises, and does not only warn."""
-
-    sequence_group: dist.ProcessGroup | None = None
-    """The ranks that share each sequence with this one."""
-
-    ranks_per_node: int | None = None
-    """The processes that share the budgets of a node, if it is known."""
+    strict = False  # whether a policy that finds nothing raises, and does not only warn
+    sequence_group: dist.ProcessGroup | None = None  # the ranks that share each sequence with this one
+    ranks_per_node: int | None = None  # the processes that share the budgets of a node, if it is known
+    needs: EngineNeeds | None = None  # of the engine; without them each model's engine is found
+    build_offloader = staticmethod(build_offloader)
 
     def set_policies(
         self, tiling: Any = None, activation_checkpointing: Any = None, loss: Any = None, sequence_parallel: Any = None
     ) -> None:
-        """Read the policies or their short forms.
-
-        Raises:
-            ValueError: If one is not understood.
-        """
+        """Read the policies or their short forms. Raise ``ValueError`` if one is not understood."""
         self.tiling = as_policy(tiling, Tiling, "num_shards")
         self.activation_checkpointing = as_policy(activation_checkpointing, ActivationCheckpointing, "offload")
         self.loss = as_loss(loss)
         self.sequence_parallel = as_sequence_parallel(sequence_parallel)
-        self.prepared: list[Prepared] = []
-        """The models that the policies were applied to."""
+        self.prepared: list[Prepared] = []  # the models that the policies were applied to
 
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies to a model, unless they were already."""
@@ -94,82 +86,59 @@ class Plan:
 
 
 def find_plan(model: nn.Module, policies: AppliesPolicies) -> Plan:
-    """Find what the policies name, and change nothing.
+    """Find what the policies name, and change nothing. Raise ``ValueError`` if a policy names what is not there."""
 
-    Raises:
-        ValueError: If a policy names what is not there, or has no effect.
-        NothingFoundError: If a policy finds nothing and is strict.
-    """
-    tiling, checkpointing, sharing = policies.tiling, policies.activation_checkpointing, policies.sequence_parallel
-    tiled: list[Tileable] = []
-    losses: list[tuple[str, nn.Module]] = []
-    blocks: list[tuple[str, nn.Module]] = []
+    def find(function: Callable[..., list[Any]], policy: Any, *args: Any) -> list[Any]:
+        """Return what a policy names. Warn, and raise only if it is strict, where it finds nothing."""
+        if policy is None:
+            return []
+        try:
+            return function(model, *args)
+        except NothingFoundError as error:
+            if policies.strict:
+                raise
+            warn(f"{error} The model trains without it.")
+            return []
+
     # 1. What each policy names.
-    if tiling is not None:
-        with _warning_of_nothing(policies.strict):
-            tiled = find_tileable(model, tiling)
-    if policies.loss is not None:
-        with _warning_of_nothing(policies.strict):
-            losses = find_losses(model)
-    if checkpointing is not None:
-        with _warning_of_nothing(policies.strict):
-            blocks = find_checkpointable(model, checkpointing)
-    doors = [] if sharing is None else find_doors(model, sharing, policies.sequence_group)
+    checkpointing = policies.activation_checkpointing
+    sharing = policies.sequence_parallel
+    tiled = find(find_tileable, policies.tiling, policies.tiling)
+    losses = find(find_losses, policies.loss)
+    blocks = find(find_checkpointable, checkpointing, checkpointing)
+    doors = find(find_doors, sharing, sharing, policies.sequence_group)
     # 2. Without what another call prepared, or a user tiled.
     new_tiled = [found for found in tiled if get_patch(found.module, TiledPatch, found.method) is None]
     new_blocks = [(path, block) for path, block in blocks if get_patch(block, BlockPatch) is None]
     if before := len(tiled) - len(new_tiled) + len(blocks) - len(new_blocks):
-        message = f"{before} modules of {type(model).__name__} are prepared already: release what prepared them first."
-        if checkpointing is not None and checkpointing.offload is not None and not new_blocks:
-            raise ValueError(f"offload={checkpointing.offload!r} has no effect: {message}")
-        warn(f"{message} They stay as they are.")
+        kind = type(model).__name__
+        warn(f"{before} modules of {kind} are prepared already and stay as they are: release what prepared them first.")
     return Plan(new_tiled, losses, new_blocks, doors)
-
-
-@contextmanager
-def _warning_of_nothing(strict: bool) -> Iterator[None]:
-    """Warn, and do not raise unless that is asked for, where a policy finds nothing."""
-    try:
-        yield
-    except NothingFoundError as error:
-        if strict:
-            raise
-        warn(f"{error} The model trains without it.")
 
 
 class Prepared(AbstractContextManager["Prepared"]):
     """A model that is tiled and activation-checkpointed until :meth:`release`. It is a context manager.
 
-    Attributes:
-        offloader: The offloader of block inputs, or ``None``. Its ``stats`` are the bytes that it moved.
+    ``offloader`` moves block inputs, or is ``None``. Its ``stats`` are the bytes that it moved.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        policies: AppliesPolicies,
-        needs: EngineNeeds | None = None,
-        build: Callable[[ActivationCheckpointing, int | None], Offloader] = build_offloader,
-    ) -> None:
+    def __init__(self, model: nn.Module, policies: AppliesPolicies) -> None:
         self.model = model
         self.offloader: Offloader | None = None
         # An error leaves the model as it was: first because nothing is changed yet, then because the stack undoes it.
         plan = find_plan(model, policies)
         with ExitStack() as undo:
-            self._tile(plan, policies, needs or Engine(model), undo)
-            if policies.activation_checkpointing is not None and plan.blocks:
-                if policies.activation_checkpointing.offload is not None:
-                    self.offloader = build(policies.activation_checkpointing, policies.ranks_per_node)
-                    undo.callback(self.offloader.close)
-                self._checkpoint(plan.blocks, policies.activation_checkpointing, undo)
+            self._tile(plan, policies, undo)
+            self._checkpoint(plan, policies, undo)
             for door in plan.doors:
                 enable(door, undo)
             self._undo = undo.pop_all()
         inform(self.report().summary())
 
-    def _tile(self, plan: Plan, policies: AppliesPolicies, needs: EngineNeeds, undo: ExitStack) -> None:
+    def _tile(self, plan: Plan, policies: AppliesPolicies, undo: ExitStack) -> None:
         """Run modules and losses in tiles, until ``undo`` is closed."""
         owner = Owner()
+        needs = policies.needs or Engine(self.model)
         undo.callback(restore_leaves, self.model)  # the last one: leaf modules are those with tiles
         undo.callback(remove_patches, self.model, owner)
         if policies.tiling is not None:
@@ -179,19 +148,26 @@ class Prepared(AbstractContextManager["Prepared"]):
             patch_losses(plan.losses, policies.loss, owner)
         patch_leaves(self.model)
 
-    def _checkpoint(
-        self, blocks: Sequence[tuple[str, nn.Module]], policy: ActivationCheckpointing, undo: ExitStack
-    ) -> None:
+    def _checkpoint(self, plan: Plan, policies: AppliesPolicies, undo: ExitStack) -> None:
         """Run blocks with activation checkpointing, until ``undo`` is closed."""
+        policy = policies.activation_checkpointing
+        if policy is None or not plan.blocks:
+            return
+        if policy.offload is not None:
+            self.offloader = policies.build_offloader(policy, policies.ranks_per_node)
+            undo.callback(self.offloader.close)
         keep = policy_of(policy.keep)
-        need_mode = reach_attention(self.model, blocks, undo) if keep is is_attention else set()
+        need_mode: set[nn.Module] = set()
+        if keep is is_attention:
+            need_mode = reach_attention(self.model, plan.blocks, undo)
         for module in turn_off_own_checkpointing(self.model):
             undo.callback(setattr, module, "gradient_checkpointing", True)
-        for path, block in blocks:
+        for path, block in plan.blocks:
+            offload: BlockOffload | None = None
+            if self.offloader is not None:
+                offload = BlockOffload(self.offloader, path, self.model)
             name = f"{path} ({type(block).__name__})"
-            offload = None if self.offloader is None else BlockOffload(self.offloader, path, self.model)
-            patch = BlockPatch(name, offload, keep, block in need_mode, policy.compare == "raise")
-            patch_until(undo, block, patch)
+            patch_until(undo, block, BlockPatch(name, offload, keep, block in need_mode, policy.compare == "raise"))
         leave_out_caches(self.model, undo)
 
     def report(self) -> Report:
@@ -219,13 +195,11 @@ def prepare(
 
     Args:
         model: Any module. Its ``state_dict`` keys, classes and results do not change.
-        tiling: ``True``, a number of tiles, or a ``Tiling``. ``None`` and ``False`` turn tiling off.
-        activation_checkpointing: ``True``, or an ``ActivationCheckpointing``. ``"cpu"``, ``"disk"`` and ``"cpu+disk"``
-            also offload block inputs. ``None`` and ``False`` turn activation checkpointing off.
-        loss: ``True`` or a number of tiles to compute the loss of transformers models in tiles in training, where
-            ``output.logits`` is then ``None``. ``"always"`` does so in evaluation as well.
-        sequence_parallel: The number of ranks that share each sequence, or a ``SequenceParallel``. All of them must
-            call the model with the same inputs, and gradients must be averaged over all ranks.
+        tiling: As in the strategies.
+        activation_checkpointing: As in the strategies.
+        loss: As in the strategies.
+        sequence_parallel: As in the strategies. All ranks that share a sequence must call the model with the same
+            inputs, and gradients must be averaged over all ranks.
         group: The process group that shares each sequence, by default consecutive ranks.
 
     Returns:
