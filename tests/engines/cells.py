@@ -1,15 +1,11 @@
-"""One cell of the matrix: a training loop, an engine, and what is tiled, checkpointed and offloaded, on the ranks of a
-world.
-"""
+"""Engines on the ranks of a world, with Lightning or without, and their steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -19,40 +15,19 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import lt_tiled
-from lt_tiled import ActivationCheckpointing, Tiling
-from tests.lit import LitTiny, replaced, trainer
-from tests.models import Block, TinyLM, lm_loss, loss_of
+from lt_tiled import ActivationCheckpointing
+from tests.models import Block, lm_loss
 
 SHARDED = ("fsdp", "fsdp_flat", "fsdp2", "zero1", "zero2", "zero3")
 ENGINES = ("ddp", *SHARDED)
-MODES = ("untiled", "tiled", "checkpointed", "loss")
-"""The last one has everything on: the disk, and the loss in tiles."""
 
 
-@dataclass(frozen=True)
-class Ran:
-    """What a rank saw."""
-
-    losses: list[float]
-    val_losses: list[float]
-    tiles: list[int]
-    """Of each tiled module, at its largest call."""
-    blocks: int
-    """How many were checkpointed."""
-    disk_bytes: int
-    left: int
-    """Modules with a replaced forward after the run."""
-
-
-def policies(mode: str, directory: str, shards: int = 4) -> dict[str, Any]:
-    """The two arguments of a strategy. The self-check runs where tiling is all there is."""
-    activation_checkpointing: Any = {"untiled": None, "tiled": None, "checkpointed": True}.get(mode)
-    if mode in ("disk", "loss"):
-        activation_checkpointing = ActivationCheckpointing(offload="disk", directory=directory, keep_last=0)
-    return {
-        "tiling": None if mode == "untiled" else Tiling(shards, self_check=mode == "tiled"),
-        "activation_checkpointing": activation_checkpointing,
-    }
+def policies(mode: str, directory: str) -> dict[str, Any]:
+    """The policies of a strategy: none if the mode is ``untiled``, or tiles and block inputs on the disk."""
+    if mode == "untiled":
+        return {"tiling": None, "activation_checkpointing": None}
+    offload = ActivationCheckpointing(offload="disk", directory=directory, keep_last=0)
+    return {"tiling": 4, "activation_checkpointing": offload}
 
 
 LIMITS = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance", "max_live_parameters")
@@ -84,89 +59,6 @@ def launch(chosen: Any, **options: Any) -> Fabric:
     fabric.launch()
     torch.manual_seed(0)
     return fabric
-
-
-class Look(pl.Callback):
-    """Reads the report while the strategy holds the model."""
-
-    def on_train_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
-        self.seen = seen(run.strategy)
-
-
-def seen(strategy: Any) -> tuple[list[int], int, int]:
-    report = strategy.prepared[0].report()
-    return (
-        [row.tiles for row in report.tiled],
-        len(report.blocks),
-        report.offloaded.disk_bytes if report.offloaded else 0,
-    )
-
-
-def in_trainer(
-    engine: str,
-    mode: str,
-    directory: str,
-    built: bool = False,
-    home: Any = lt_tiled,
-    module: type[Any] = LitTiny,
-    observer: type[Look] = Look,
-    **kwargs: Any,
-) -> Ran:
-    """Three optimizer steps, each followed by a validation; ``built`` builds the model before the strategy's
-    contexts.
-    """
-    model, look = module(tiled_loss=mode == "loss"), observer()
-    if built:
-        model.configure_model()
-    chosen = strategy(home, engine, **policies(mode, directory))
-    run = trainer(
-        chosen,
-        devices=dist.get_world_size(),
-        callbacks=[look],
-        **{"val_check_interval": 1, "limit_val_batches": 1} | kwargs,
-    )
-    run.fit(model)
-    return Ran(model.losses, model.val_losses, *look.seen, replaced(model))
-
-
-def in_fabric(
-    engine: str,
-    mode: str,
-    directory: str,
-    accumulate: bool = True,
-    **kwargs: Any,
-) -> Ran:
-    """Four steps on sequences whose length, and shard count, differ between the ranks, every second one under
-    ``no_backward_sync``.
-    """
-    fabric = Fabric(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=strategy(lt_tiled.fabric, engine, **policies(mode, directory, (5, 2)[dist.get_rank()])),
-        **kwargs,
-    )
-    fabric.launch()
-    torch.manual_seed(0)
-    net = TinyLM()
-    model, optimizer = set_up(fabric, net, engine)
-    losses = []
-    for step in range(4):
-        ids = draw((2, 20 + step + 7 * dist.get_rank()), dist.get_rank())
-        sync = not accumulate or engine.startswith("zero") or step % 2 == 1
-        with fabric.no_backward_sync(model, enabled=not sync):
-            loss = loss_of(model, ids, mode == "loss")
-            fabric.backward(loss)
-        losses.append(float(loss.detach()))
-        if sync:
-            optimizer.step()
-            optimizer.zero_grad()
-    model.eval()
-    with torch.no_grad():
-        ids = draw((1, 30), dist.get_rank())
-        val_losses = [float(loss_of(model, ids, mode == "loss"))]
-    result = seen(fabric.strategy)
-    fabric.strategy.release()
-    return Ran(losses, val_losses, *result, replaced(net))
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -1,22 +1,28 @@
-"""Models of several kinds, and the losses of their steps, which do not depend on the engine or on tiles."""
+"""The rows of the matrix: a model, the loss of its steps, and what is asked of the engine and of lt_tiled. None depends
+on the engine or on tiles.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, wrap
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from lt_tiled import ActivationCheckpointing
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import draw
-from tests.models import Block, GatedMLP, H, PythonNorm, RoutedMLP, TinyLM, lm_loss, tiny_llama
+from tests.models import WIDE, Block, GatedMLP, H, PythonNorm, RoutedMLP, TinyLM, lm_loss, tiny_llama
 
 # The loss of a step on a rank. Sequences are of other lengths on each rank and in each step.
 
@@ -24,6 +30,12 @@ from tests.models import Block, GatedMLP, H, PythonNorm, RoutedMLP, TinyLM, lm_l
 def of_logits(model: Any, step: int, rank: int) -> Tensor:
     ids = draw((2, 24 + step + 5 * rank), rank)
     return lm_loss(model(ids), ids)
+
+
+def of_tiles(model: Any, step: int, rank: int) -> Tensor:
+    """The loss in tiles of a ``TinyLM``."""
+    ids = draw((2, 24 + step + 5 * rank), rank)
+    return model(ids, ids)
 
 
 def of_labels(model: Any, step: int, rank: int, **inputs: Any) -> Tensor:
@@ -52,6 +64,20 @@ def of_calls(combine: Callable[[list[Tensor], Callable[[Tensor], Tensor]], Tenso
         return combine(batches, lambda ids: lm_loss(model(ids), ids))
 
     return loss
+
+
+@functools.cache
+def images() -> dict[str, Tensor]:
+    """Two texts with images, and labels."""
+    return IMAGES.feed(IMAGES.build())
+
+
+def of_images(model: Any, step: int, rank: int) -> Tensor:
+    """The loss of a vision-language model whose second rank is given no images."""
+    inputs = images()
+    if rank == 0:
+        return model(**inputs | {"pixel_values": inputs["pixel_values"].float()}).loss
+    return model(input_ids=inputs["input_ids"].clamp_max(7), labels=inputs["labels"]).loss
 
 
 def no_gradient(ids: list[Tensor], loss: Callable[[Tensor], Tensor]) -> Tensor:
@@ -112,13 +138,43 @@ class Layers(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(32, H), nn.Linear(H, 32)
         self.blocks = nn.ModuleList(Layer() for _ in range(2))
-        self.early: list[Tensor] = []
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class EarlyLoss(Layers):
+    """Adds a loss of the embedding on rank 0 alone, whose nodes wait until the end of the backward pass."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        early = self.embed(ids).square().mean() if dist.get_rank() == 0 else 0.0
+        return super().forward(ids) + early
+
+
+def hooked() -> nn.Module:
+    """Rank 0 alone watches modules, as W&B does."""
+    model = Layers()
+    if dist.get_rank() == 0:
+        model.blocks[0].mlp.up.register_forward_hook(lambda *_: None)
+        model.blocks[1].pre_mlp_norm.register_forward_hook(lambda *_: None)
+    return model
+
+
+class Restores(Block):
+    """Draws random numbers, and changes one buffer in place and replaces another."""
+
+    def __init__(self, hidden: int = H, wide: int = WIDE) -> None:
+        super().__init__(hidden, wide)
+        self.register_buffer("changed", torch.ones(hidden))
+        self.register_buffer("replaced", torch.ones(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.changed.add_(0.1)
+        self.replaced = self.replaced + 0.1
+        return super().forward(F.dropout(x, 0.2) * self.changed * self.replaced)
 
 
 class Mixing(GatedMLP):
@@ -139,10 +195,12 @@ class Routed(nn.Module):
         return self.moe(x)[0]
 
 
-def with_mlp(mlp: Callable[[int, int], nn.Module]) -> Callable[[], nn.Module]:
+def of_blocks(block: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return a function that builds a ``TinyLM`` of other blocks."""
+
     def build() -> nn.Module:
         model = TinyLM()
-        model.blocks = nn.ModuleList(Block(mlp=mlp) for _ in range(2))
+        model.blocks = nn.ModuleList(block() for _ in range(2))
         return model
 
     return build
@@ -158,70 +216,28 @@ def of_architecture(name: str) -> Callable[[], nn.Module]:
 
 
 def adapted(build: Callable[[], Any], **config: Any) -> Callable[[], nn.Module]:
-    """Return what builds a model with LoRA."""
+    """Return a function that builds a model with LoRA."""
 
     def with_adapters() -> nn.Module:
         model = build()
         torch.manual_seed(0)
-        return get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM", **{"init_lora_weights": False, **config}))
+        return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **config))
 
     return with_adapters
 
 
-# Blocks that take, use or return something else, which under ZeRO-3 are leaf modules
-
-
-class Unusual(Block):
-    """A block and the way it is called."""
-
-    @staticmethod
-    def call(block: Any, x: Tensor, state: Tensor) -> Tensor:
-        return block(x)
-
-
-class Crosses(Unusual):
-    """Adds a state that follows an argument which is left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(H, H)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None, state: Tensor | None = None) -> Tensor:
-        return super().forward(x if state is None else x + self.project(state))
-
-    @staticmethod
-    def call(block: Any, x: Tensor, state: Tensor) -> Tensor:
-        return block(x, state=state)
-
-
-class ReturnsDict(Unusual):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        return {"hidden": super().forward(x)}
-
-    @staticmethod
-    def call(block: Any, x: Tensor, state: Tensor) -> Tensor:
-        return block(x)["hidden"]
-
-
-class OfBlocks(TinyLM):
-    """Such blocks after an embedding, which may be frozen, run once or twice."""
-
-    def __init__(self, kind: type[Unusual] = Unusual, frozen: bool = False, times: int = 1) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(kind() for _ in range(2))
-        self.kind, self.times, self.state = kind, times, nn.Linear(H, H)
-        self.embed.requires_grad_(not frozen)
+class RunsTwice(TinyLM):
+    """Runs each block twice."""
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.embed(ids)
-        state = self.state(x)
-        for block in [*self.blocks] * self.times:
-            x = self.kind.call(block, x, state)
-        return self.head(x + state)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(x)
 
 
-class TakesIds(Unusual):
-    """Embeds tokens by itself."""
+class TakesIds(Block):
+    """A block that embeds tokens by itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +248,7 @@ class TakesIds(Unusual):
 
 
 class OfTokens(TinyLM):
-    """Adds what blocks make of the tokens, which have no hidden states."""
+    """Adds the outputs of blocks that are given no hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,54 +265,108 @@ class UsesNormBefore(TinyLM):
         return self.head(self.blocks[1](self.blocks[1].norm1(self.blocks[0](self.embed(ids)))))
 
 
-def ties_blocks() -> nn.Module:
-    """Two blocks share a weight."""
-    model = TinyLM()
-    first, second = model.blocks
-    second.mlp.down.weight = first.mlp.down.weight  # type: ignore[union-attr]
+def own_leaves() -> nn.Module:
+    """The MLPs are leaf modules of ZeRO-3 instead of the blocks."""
+    model = UsesNormBefore()
+    if "deepspeed" in sys.modules:
+        from deepspeed.utils import set_z3_leaf_modules
+
+        set_z3_leaf_modules(model, [GatedMLP])
     return model
 
 
-def with_own_leaves(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Return what builds a model whose MLPs are leaf modules of ZeRO-3 instead of its blocks."""
+# Units that the user chooses in configure_model
 
-    def own_leaves() -> nn.Module:
-        model = build()
-        if "deepspeed" in sys.modules:
-            from deepspeed.utils import set_z3_leaf_modules
 
-            set_z3_leaf_modules(model, [GatedMLP])
-        return model
+def wrap_blocks(module: Any) -> None:
+    """Wrap the blocks, in the context that FSDP's strategy gives."""
+    module.net.blocks = nn.ModuleList(wrap(block) for block in module.net.blocks)
 
-    return own_leaves
+
+def shard_all(module: Any) -> None:
+    """Call ``fully_shard`` under FSDP2, as Lightning's own strategy expects it."""
+    for part in (*module.net.blocks, module.net) if module.device_mesh is not None else ():
+        fully_shard(part, mesh=module.device_mesh["data_parallel"])
 
 
 @dataclass(frozen=True)
 class Kind:
     """How a model is built and trained."""
 
-    build: Callable[[], nn.Module]
+    build: Callable[[], nn.Module] = TinyLM
     loss: Callable[[Any, int, int], Tensor] = of_logits
     policies: dict[str, Any] = field(default_factory=dict)
     """Besides tiles and activation checkpointing."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of the strategy, beside the policies."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the Trainer."""
+    configure: Callable[[Any], None] | None = None
+    """What ``configure_model`` does to a built LightningModule."""
+    accumulate: int = 1
+    """In Fabric, the number of batches of an optimizer step."""
     unused: bool = False
     """Whether a rank leaves weights unused."""
     untiled: bool = False
-    """Whether something that ``auto`` finds runs untiled."""
+    """Whether a module that ``auto`` finds runs untiled."""
+    alike: bool = True
+    """Whether the untiled losses of all engines are alike."""
+    rate: float = 0.1
     engines: tuple[str, ...] = ("ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")
+    loops: tuple[str, ...] = ("fabric",)
 
 
+IMAGES = ARCHITECTURES["Qwen 3-VL"]
 QWEN = of_architecture("Qwen 3 MoE")
 LOSS = {"loss": 4}
 HEAD = {"target_modules": ["q_proj", "lm_head"]}
 EXPERTS = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+TOWERS = r".*language_model.layers.1.*(gate_proj|down_proj|q_proj)|.*visual.*linear_fc1"
 ON_DISK = {"activation_checkpointing": ActivationCheckpointing(offload="disk", keep_last=0)}
+KEPT = {"activation_checkpointing": ActivationCheckpointing(keep="attention")}
 CHECKED = {"tiling": 3, "activation_checkpointing": None}
+UNTILED: dict[str, Any] = {"tiling": None, "activation_checkpointing": None}
+ALL = ("ddp", "fsdp", "fsdp_flat", "fsdp2", "zero1", "zero2", "zero3")
 TIED = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 """Engines under which blocks and embeddings may share weights."""
 PARAMETRIZED = ("ddp", "fsdp2", "zero1", "zero2")
 """Without lt_tiled either, PEFT trains no experts under FSDP1, and under ZeRO-3 only in leaf modules of DeepSpeed."""
 KINDS = {
+    # Policies, in each training loop.
+    "tiles": Kind(policies=CHECKED, rate=1.0, engines=ALL, loops=("fabric", "trainer", "plain")),
+    "checkpointed": Kind(rate=1.0, engines=ALL, loops=("fabric", "trainer", "plain")),
+    "everything": Kind(
+        loss=of_tiles, policies=ON_DISK, rate=1.0, engines=ALL, loops=("fabric", "trainer", "pytorch_lightning")
+    ),
+    "attention is kept": Kind(policies=KEPT, rate=1.0),
+    "random state and buffers": Kind(
+        of_blocks(Restores), policies={"tiling": None, "activation_checkpointing": True}, alike=False
+    ),
+    # Prepared at another time than before the engine wraps the model.
+    "after": Kind(rate=1.0, engines=("ddp", "fsdp2", "zero1", "zero2"), loops=("plain, prepared after",)),
+    "used": Kind(rate=1.0, engines=ALL, loops=("plain, used before",)),
+    "copy": Kind(rate=1.0, engines=("zero3",), loops=("plain, a copy",)),
+    "callback": Kind(rate=1.0, engines=("ddp", "fsdp", "zero3"), loops=("callback",)),
+    "callback, stock": Kind(rate=1.0, configure=shard_all, engines=("fsdp2",), loops=("callback",)),
+    # What Trainer and engines are asked for.
+    "accumulation": Kind(rate=1.0, accumulate=2, alike=False, engines=("ddp", "fsdp", "fsdp_flat", "fsdp2")),
+    "accumulation by Trainer": Kind(
+        rate=1.0, options={"accumulate_grad_batches": 2}, alike=False, engines=ALL, loops=("trainer",)
+    ),
+    "clipping": Kind(rate=1.0, options={"gradient_clip_val": 0.1}, engines=ALL, loops=("trainer",)),
+    "static graph": Kind(arguments={"static_graph": True}, engines=("ddp",), loops=("trainer",)),
+    "policy of blocks": Kind(arguments={"auto_wrap_policy": {Block}}, engines=("fsdp",)),
+    "policy of tiled modules": Kind(arguments={"auto_wrap_policy": ModuleWrapPolicy({GatedMLP})}, engines=("fsdp",)),
+    "policy of norms": Kind(
+        of_architecture("Gemma 2"), of_labels, arguments={"auto_wrap_policy": {Gemma2RMSNorm}}, engines=("fsdp",)
+    ),
+    "Lightning's own checkpointing": Kind(
+        policies=CHECKED, arguments={"activation_checkpointing_policy": {Block}}, engines=("fsdp",), loops=("trainer",)
+    ),
+    "gradients only": Kind(rate=1.0, arguments={"sharding_strategy": "SHARD_GRAD_OP"}, engines=("fsdp",)),
+    "CPU offload": Kind(rate=1.0, arguments={"cpu_offload": True}, engines=("fsdp",), loops=("trainer",)),
+    "optimizer offload": Kind(rate=1.0, arguments={"offload_optimizer": True}, engines=("zero3",), loops=("trainer",)),
+    "wrapped by hand": Kind(rate=1.0, configure=wrap_blocks, engines=("fsdp",), loops=("trainer",)),
     # What trains.
     "frozen": Kind(frozen, policies=ON_DISK, unused=True),
     "unused": Kind(unused, policies=ON_DISK, unused=True),
@@ -308,12 +378,7 @@ KINDS = {
         adapted(tiny_llama, target_modules=["q_proj"], modules_to_save=["lm_head"]), of_labels, LOSS
     ),
     "LoRA on experts": Kind(adapted(QWEN, **EXPERTS), of_labels, unused=True, engines=PARAMETRIZED),
-    "LoRA on all": Kind(
-        adapted(of_architecture("Qwen 3 MoE"), target_modules="all-linear"),
-        of_labels,
-        unused=True,
-        engines=("ddp", "zero3"),
-    ),
+    "LoRA on all": Kind(adapted(QWEN, target_modules="all-linear"), of_labels, unused=True, engines=("ddp", "zero3")),
     # Models of transformers, with the loss in tiles.
     "Llama": Kind(of_architecture("Llama"), of_labels, LOSS),
     "Gemma 2": Kind(of_architecture("Gemma 2"), of_labels, LOSS),
@@ -322,32 +387,29 @@ KINDS = {
         of_architecture("Mixtral"), lambda m, s, r: of_labels(m, s, r, output_router_logits=True), LOSS, unused=True
     ),
     # What differs between ranks.
-    "other experts on each rank": Kind(with_mlp(Routed), of_lengths(4), unused=True, engines=("ddp", "fsdp2")),
-    "tokens are mixed": Kind(with_mlp(Mixing), of_logits, CHECKED, untiled=True),
+    "images on one rank": Kind(of_architecture("Qwen 3-VL"), of_images, unused=True, engines=("ddp",)),
+    "images on one rank, LoRA": Kind(
+        adapted(of_architecture("Qwen 3-VL"), target_modules=TOWERS), of_images, unused=True, engines=("ddp",)
+    ),
+    "other experts on each rank": Kind(
+        of_blocks(lambda: Block(mlp=Routed)), of_lengths(4), unused=True, engines=("ddp", "fsdp2")
+    ),
+    "tokens are mixed": Kind(of_blocks(lambda: Block(mlp=Mixing)), of_logits, CHECKED, untiled=True),
+    "hooks": Kind(hooked, untiled=True, engines=("zero1", "zero2"), loops=("plain",)),
+    "early loss": Kind(EarlyLoss, of_lengths(48, 3), untiled=True, engines=("zero1", "zero2"), loops=("plain",)),
     "4096 and 512 tokens": Kind(Layers, of_lengths(4096, 512), {"tiling": True}, untiled=True),
     "4096 and 1 token": Kind(Layers, of_lengths(1, 4096), {"tiling": True}, untiled=True),
     "4096 and no tokens": Kind(Layers, of_lengths(4096, 0), {"tiling": True}, untiled=True),
     # Several forward passes before one backward pass.
-    "two calls": Kind(TinyLM, of_calls(lambda ids, loss: loss(ids[0]) + 2 * loss(ids[1]))),
-    "three calls": Kind(TinyLM, of_calls(lambda ids, loss: loss(ids[0]) + 2 * loss(ids[1]) + loss(ids[2]))),
-    "product": Kind(TinyLM, of_calls(lambda ids, loss: loss(ids[0]) * loss(ids[1]))),
-    "no gradient between": Kind(TinyLM, of_calls(no_gradient)),
-    "first is unused": Kind(TinyLM, of_calls(lambda ids, loss: 0 * loss(ids[0]).detach() + loss(ids[1]))),
-    "last is unused": Kind(TinyLM, of_calls(lambda ids, loss: loss(ids[0]) + 0 * loss(ids[1]).detach())),
-    "blocks run twice": Kind(partial(OfBlocks, times=2), engines=("ddp", "zero2", "zero3")),
+    "two calls": Kind(loss=of_calls(lambda ids, loss: loss(ids[0]) + 2 * loss(ids[1]))),
+    "three calls": Kind(loss=of_calls(lambda ids, loss: loss(ids[0]) + 2 * loss(ids[1]) + loss(ids[2]))),
+    "product": Kind(loss=of_calls(lambda ids, loss: loss(ids[0]) * loss(ids[1]))),
+    "no gradient between": Kind(loss=of_calls(no_gradient)),
+    "first is unused": Kind(loss=of_calls(lambda ids, loss: 0 * loss(ids[0]).detach() + loss(ids[1]))),
+    "last is unused": Kind(loss=of_calls(lambda ids, loss: loss(ids[0]) + 0 * loss(ids[1]).detach())),
+    # Leaf modules of ZeRO-3, and what they cannot be.
+    "blocks run twice": Kind(RunsTwice, engines=("ddp", "zero2", "zero3")),
+    "own leaves": Kind(own_leaves, policies=CHECKED, engines=("zero3",)),
+    "no hidden states": Kind(OfTokens, engines=()),
+    "norm before": Kind(UsesNormBefore, engines=()),
 }
-REFUSED_BY_ZERO3 = {
-    "blocks.0 (TakesIds)": OfTokens,
-    "blocks.1 (Block), norm before": UsesNormBefore,
-    "blocks.1 (Block), tied": ties_blocks,
-}
-KINDS |= {name: Kind(build, policies=CHECKED, engines=()) for name, build in REFUSED_BY_ZERO3.items()}
-for _build in (OfTokens, UsesNormBefore):
-    KINDS[f"own leaves, {_build.__name__}"] = Kind(
-        with_own_leaves(_build), policies=CHECKED, unused=True, engines=("zero3",)
-    )
-for _unusual in (Crosses, ReturnsDict, Unusual):
-    for _frozen in (False, True):
-        KINDS[f"{_unusual.__name__}, frozen embedding" if _frozen else _unusual.__name__] = Kind(
-            partial(OfBlocks, _unusual, _frozen), unused=True, engines=("zero3",)
-        )

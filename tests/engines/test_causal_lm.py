@@ -51,12 +51,12 @@ def causal(_: str, name: str, **source: Any) -> tuple[dict[str, Tensor], list[tu
     return model.weights, model.groups
 
 
-@pytest.mark.parametrize("name", ["tiled_fsdp", "tiled_deepspeed_stage_3"])
-def test_causal_lm(name: str, on_ranks: OnRanks) -> None:
+@pytest.mark.parametrize(("engine", "name"), [("fsdp", "tiled_fsdp"), ("zero3", "tiled_deepspeed_stage_3")])
+def test_causal_lm(engine: str, name: str, on_ranks: OnRanks) -> None:
     """A Hugging Face model has its own initial weights, also built sharded, and its norms alone are spared from weight
     decay, also under FSDP, whose sharded weights have one dimension each.
     """
-    for weights, groups in on_ranks(partial(causal, config=LLAMA), "zero" if "deepspeed" in name else "fsdp", name):
+    for weights, groups in on_ranks(partial(causal, config=LLAMA), engine, name):
         (spread,) = {float(w.std()) for path, w in weights.items() if path.endswith("layers.0.mlp.gate_proj.weight")}
         assert spread == pytest.approx(0.02, rel=0.1)  # transformers' initializer_range; torch's default gives 0.1
         assert groups == [(2 + 7 * 2, 0.1), (5, 0.0)]

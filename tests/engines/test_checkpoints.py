@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lt_tiled
-from lt_tiled import ActivationCheckpointing
 from tests.engines.cells import draw, error_of, launch, policies, set_up, strategy, train
 from tests.engines.conftest import OnRanks
 from tests.lit import Ids, LitTiny, trainer
@@ -43,13 +42,23 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, 1e-2)
 
 
-class ByIndex(LitTiny):
+class Steps(LitTiny):
     """Its batches depend on their index and the rank alone, so that a resumed run sees those of an uninterrupted one,
-    and its optimizer has two states of each weight.
+    and its optimizer has two states of each weight. Some weights are frozen, or its parameter groups are in another
+    order than its weights.
     """
 
+    def __init__(self, frozen: bool = False, reordered: bool = False) -> None:
+        super().__init__()
+        self.frozen, self.reordered = frozen, reordered
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net.blocks[0].requires_grad_(not self.frozen)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return adamw(self.trainer.model.parameters())
+        weights = [weight for weight in self.trainer.model.parameters() if weight.requires_grad]
+        return adamw([{"params": weights[3:]}, {"params": weights[:3]}] if self.reordered else weights)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(Ids(16), batch_size=2)
@@ -67,7 +76,7 @@ def interrupt(case: str, path: str, directory: str) -> tuple[list[float], list[f
     """Losses of four steps at once, untiled, and of two and two with a checkpoint between, each by a new trainer. The
     last one saves what it trained, and validates it.
     """
-    whole, first, second = ByIndex(), ByIndex(), ByIndex()
+    whole, first, second = Steps(), Steps(), Steps()
     run(case, directory, "untiled", max_steps=4).fit(whole)
     before = run(case, directory, max_steps=2)
     before.fit(first)
@@ -120,29 +129,25 @@ def test_resume_and_load(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     assert validate_plain(plain_state(case, path)) == [near(losses, optimizer=adamw) for losses in validated]
 
 
-def fabric_steps(
-    case: str, mode: str, directory: str, steps: range, load: str | None = None, save: str | None = None
-) -> list[float]:
+def fabric_steps(case: str, directory: str, steps: range, load: str = "", save: str = "") -> list[float]:
     """Steps on batches that depend on their number, from a checkpoint and to one."""
     engine = case.split()[0]
-    fabric = launch(engine, **policies(mode, directory), **FORMATS[case])
+    fabric = launch(engine, **policies("disk" if load or save else "untiled", directory), **FORMATS[case])
     model, optimizer = set_up(fabric, TinyLM(), engine, adamw)
     state = {"model": model, "optimizer": optimizer, "done": 0}
-    if load is not None:
+    if load:
         fabric.load(load, state, weights_only=False)
         assert state["done"] == steps.start
     losses = train(fabric, model, optimizer, (draw((2, 20 + step), fabric.global_rank) for step in steps))
-    if save is not None:
+    if save:
         fabric.save(save, state | {"done": steps.stop})
     fabric.strategy.release()
     return losses
 
 
 def fabric_interrupt(case: str, path: str, directory: str) -> tuple[list[float], list[float]]:
-    first = fabric_steps(case, "disk", directory, range(2), save=path)
-    return fabric_steps(case, "untiled", directory, range(4)), first + fabric_steps(
-        case, "disk", directory, range(2, 4), load=path
-    )
+    first = fabric_steps(case, directory, range(2), save=path)
+    return fabric_steps(case, directory, range(4)), first + fabric_steps(case, directory, range(2, 4), load=path)
 
 
 @pytest.mark.table("fsdp2 sharded|fsdp full")
@@ -154,102 +159,43 @@ def test_fabric_resumes(case: str, on_ranks: OnRanks, tmp_path: Path) -> None:
         assert parts == near(whole, optimizer=adamw)
 
 
-class Watches(LitTiny):
-    """Notes, before and after a checkpoint's state is complete, how much memory the offloader holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: list[int] = []
-
-    def note(self) -> None:
-        tiers = [prepared.offloader.cpu for prepared in self.trainer.strategy.prepared]
-        self.held.append(sum(len(pieces) for tier in tiers for pieces in tier._free.values()))
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.note()
-        self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/{self.trainer.global_step}.ckpt")
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.note()
-
-
-def save_while_training(engine: str, directory: str) -> list[int]:
-    offload = ActivationCheckpointing(offload="cpu", cpu_budget="4MiB", keep_last=0)
-    chosen, module = strategy(lt_tiled, engine, tiling=4, activation_checkpointing=offload), Watches()
-    options = {"devices": dist.get_world_size(), "default_root_dir": directory, "limit_val_batches": 0}
-    trainer(chosen, **options).fit(module)
-    return module.held
-
-
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
-def test_saving_frees_the_buffers_first(engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:
-    """Before the state is gathered for a checkpoint, the offloader gives its memory back, and the next step takes it
-    anew.
-    """
-    for held in on_ranks(save_while_training, engine, str(tmp_path)):
-        assert [size > 0 for size in held] == [True, False] * 3
+def no_head(name: str, value: Any) -> bool:
+    return "head" not in name
 
 
 def save_filtered(path: str) -> list[str]:
     """The keys of a full checkpoint of the weights but the head."""
     fabric = launch("fsdp", tiling=4, state_dict_type="full")
-    model, optimizer = set_up(fabric, TinyLM(), "fsdp")
-    fabric.save(path, {"model": model, "optimizer": optimizer, "mine": {"step": 1}}, filter={"model": _no_head})
+    model = fabric.setup_module(TinyLM())
+    fabric.save(path, {"model": model}, filter={"model": no_head})
     fabric.strategy.release()
-    saved = torch.load(path, weights_only=False)
-    assert saved["mine"] == {"step": 1}
-    return sorted(saved["model"])
-
-
-def _no_head(name: str, value: Any) -> bool:
-    return "head" not in name
+    return sorted(torch.load(path, weights_only=False)["model"])
 
 
 def test_full_with_a_filter(world: World, tmp_path: Path) -> None:
     """On the CPU, FSDP's full checkpoint leaves out what the filter leaves out."""
-    expected = sorted(name for name in TinyLM().state_dict() if _no_head(name, None))
+    expected = sorted(name for name in TinyLM().state_dict() if no_head(name, None))
     assert world(save_filtered, str(tmp_path / "model.ckpt")) == [expected] * 2
 
 
-class OtherOrder(ByIndex):
-    """Its parameter groups are in another order than its weights, or it trains some of them."""
-
-    def __init__(self, frozen: bool) -> None:
-        super().__init__()
-        self.frozen = frozen
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.net.blocks[0].requires_grad_(not self.frozen)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        weights = [weight for weight in self.parameters() if weight.requires_grad]
-        groups = [weights] if self.frozen else [weights[3:], weights[:3]]
-        return adamw({"params": group} for group in groups)
-
-
-def resume_elsewhere(saving: str, loading: str, path: str, frozen: bool) -> tuple[str, str] | list[float]:
-    """Train two steps in one format and two in another. Return the losses, with those of four steps, or the error."""
-    whole, first, second = (OtherOrder(frozen) for _ in range(3))
-    run(saving, "", "untiled", max_steps=4).fit(whole)
-    before = run(saving, "", "untiled", max_steps=2)
+def resume_elsewhere(loading: str, path: str, changes: dict[str, bool]) -> tuple[str, str]:
+    """Train two steps under DDP and two in another format, and return the error of the latter."""
+    whole, first, second = (Steps(**changes) for _ in range(3))
+    run("ddp", "", "untiled", max_steps=4).fit(whole)
+    before = run("ddp", "", "untiled", max_steps=2)
     before.fit(first)
     before.save_checkpoint(path)
-    after = run(loading, "", "untiled", max_steps=4)
-    error = error_of(lambda: after.fit(second, ckpt_path=path))
+    error = error_of(lambda: run(loading, "", "untiled", max_steps=4).fit(second, ckpt_path=path))
     assert error[0] != "" or first.losses + second.losses == near(whole.losses, optimizer=adamw)
     return error
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("changes", [{"frozen": True}, {"reordered": True}], ids=str)
 @pytest.mark.parametrize("loading", ["ddp", "fsdp full", "fsdp2 full"])
-def test_parameter_groups_in_another_order(loading: str, frozen: bool, world: World, tmp_path: Path) -> None:
+def test_weights_in_another_order(loading: str, changes: dict[str, bool], world: World, tmp_path: Path) -> None:
     """A checkpoint of DDP whose optimizer numbers weights otherwise than the model is refused by FSDP, which would swap
     the moments, and resumed by DDP.
     """
-    for kind, text in world(resume_elsewhere, "ddp", loading, str(tmp_path / "run.ckpt"), frozen):
-        if loading == "ddp":
-            assert kind == ""
-        else:
-            assert kind == "ValueError"
-            assert "which have another order than the weights of" in text
+    for kind, text in world(resume_elsewhere, loading, str(tmp_path / "run.ckpt"), changes):
+        assert kind == ("" if loading == "ddp" else "ValueError")
+        assert loading == "ddp" or "which have another order than the weights of" in text

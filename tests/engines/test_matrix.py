@@ -1,129 +1,249 @@
-"""Every engine, in Trainer and in Fabric, trains on two ranks as it does untiled, whatever is tiled, checkpointed and
-offloaded; with either Lightning package, by a registered name, and with any arguments of the engine.
-"""
+"""Every kind of model trains with each engine, in each training loop, in tiles as it does untiled under DDP."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, wrap
 
 import lt_tiled
-from lt_tiled import tiled_linear_cross_entropy
+from lt_tiled import Tiling, prepare
 from lt_tiled.callbacks import Tiled
-from tests.engines.cells import ENGINES, MODES, SHARDED, Look, Ran, in_fabric, in_trainer, strategy
+from lt_tiled.report import Report
+from tests.engines.cells import launch, strategy, wrapped
 from tests.engines.conftest import OnRanks
-from tests.lit import LitTiny, Tiny, trainer
-from tests.models import Block, GatedMLP, TinyLM, lm_loss
+from tests.engines.kinds import ALL, KINDS, UNTILED, Kind
+from tests.lit import Tiny, replaced, trainer
 from tests.parity import near
 from tests.world import World
 
 pytestmark = pytest.mark.self_checks
 
+STEPS = 4
+TILED: dict[str, Any] = {"tiling": Tiling(3, self_check=False), "activation_checkpointing": True}
+Losses = tuple[list[float], list[float]]
+"""Of each step, and of a batch after it in evaluation mode."""
 
-def in_other_trainer(engine: str, mode: str, directory: str) -> Ran:
+
+def policies_of(kind: Kind, tiled: bool) -> dict[str, Any]:
+    return TILED | kind.policies if tiled else UNTILED
+
+
+def strategy_of(home: Any, engine: str, kind: Kind, policies: dict[str, Any]) -> Any:
+    """A strategy with the arguments of a kind, that are of its engine."""
+    options = kind.arguments if engine in kind.engines else {}
+    if engine == "ddp" and kind.unused:
+        options = {"find_unused_parameters": True}
+    chosen = strategy(home, engine, **policies, **options)
+    if engine == "zero3":  # else a bucket may still have a weight whose gradient arrives late
+        chosen.config["zero_optimization"]["reduce_bucket_size"] = 1
+    return chosen
+
+
+def optimizer_of(kind: Kind, weights: Any) -> torch.optim.Optimizer:
+    trained = [weight for weight in weights if weight.requires_grad]
+    return torch.optim.SGD(trained, kind.rate, momentum=0.9)
+
+
+def check_report(model: nn.Module, kind: Kind, policies: dict[str, Any]) -> None:
+    """Modules ran in several tiles, and blocks were checkpointed and offloaded, if the policies say so."""
+    report = Report.of(model)
+    if policies["tiling"] and not kind.untiled:
+        tiles = [row.tiles for row in report.tiled if dist.get_rank() == 0 or "visual" not in row.path]
+        assert tiles
+        assert min(tiles) > 1
+    checkpointing = policies["activation_checkpointing"]
+    assert bool(report.blocks) == bool(checkpointing)
+    if getattr(checkpointing, "offload", None) == "disk":
+        assert report.offloaded is not None
+        assert report.offloaded.disk_bytes > 0
+
+
+def in_fabric(engine: str, kind: Kind, tiled: bool) -> Losses:
+    """Steps and evaluations in Fabric."""
+    policies = policies_of(kind, tiled)
+    fabric = launch(strategy_of(lt_tiled.fabric, engine, kind, policies))
+    net = kind.build()
+    optimizer: Any = optimizer_of(kind, net.parameters())
+    losses, val_losses = list[float](), list[float]()
+    try:
+        if engine == "fsdp_flat":
+            model = fabric.setup_module(net)
+            optimizer = fabric.setup_optimizers(optimizer_of(kind, model.parameters()))
+        else:
+            model, optimizer = fabric.setup(net, optimizer)
+        for step in range(STEPS):
+            waits = (step + 1) % kind.accumulate > 0
+            with fabric.no_backward_sync(model, enabled=waits):
+                loss = kind.loss(model, step, fabric.global_rank)
+                fabric.backward(loss)
+            losses.append(float(loss.detach()))
+            if not waits:
+                optimizer.step()
+                optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                val_losses.append(float(kind.loss(model, STEPS, fabric.global_rank)))
+            model.train()
+        check_report(net, kind, policies)
+    finally:
+        fabric.strategy.release()
+    assert replaced(net) == 0
+    return losses, val_losses
+
+
+class Steps(Tiny):
+    """What a LightningModule of either package does with a model of a kind."""
+
+    def __init__(self, kind: Kind, policies: dict[str, Any]) -> None:
+        super().__init__()
+        self.kind, self.policies = kind, policies
+        torch.manual_seed(0)
+        self.net = kind.build()  # ZeRO-3 would draw other weights in configure_model
+
+    def configure_model(self) -> None:
+        if self.kind.configure is not None and not self.losses:
+            self.kind.configure(self)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return optimizer_of(self.kind, self.trainer.model.parameters())
+
+    def training_step(self, _: Tensor, index: int) -> Tensor:
+        loss = self.kind.loss(self.net, len(self.losses), dist.get_rank())
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, _: Tensor, index: int) -> None:
+        self.val_losses.append(float(self.kind.loss(self.net, STEPS, dist.get_rank())))
+
+    def on_train_end(self) -> None:
+        check_report(self, self.kind, self.policies)
+
+
+class Lit(Steps, pl.LightningModule):
+    """For the Trainer of ``lightning``."""
+
+
+def fit(module: Any, chosen: Any, **options: Any) -> Losses:
+    """Fit a module, whose model is plain afterwards."""
+    ranks = int(os.environ.get("WORLD_SIZE", "2"))  # Lightning starts the second one itself, if nobody did
+    options = {"devices": ranks, **options, **module.kind.options}
+    steps = STEPS // module.kind.options.get("accumulate_grad_batches", 1)
+    evaluation = {"val_check_interval": 1, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+    trainer(chosen, max_steps=steps, **evaluation, **options).fit(module)
+    assert replaced(module) == 0
+    return module.losses, module.val_losses
+
+
+def in_trainer(engine: str, kind: Kind, tiled: bool) -> Losses:
+    """The same in the Trainer of ``lightning``."""
+    policies = policies_of(kind, tiled)
+    return fit(Lit(kind, policies), strategy_of(lt_tiled, engine, kind, policies))
+
+
+def in_other_trainer(engine: str, kind: Kind, tiled: bool) -> Losses:
     """The same in the Trainer of ``pytorch_lightning``."""
     import pytorch_lightning
 
     import lt_tiled.pytorch_lightning as home
 
-    kinds = {
-        "module": type("LitTiny", (Tiny, pytorch_lightning.LightningModule), {}),
-        "observer": type("Look", (Look, pytorch_lightning.Callback), {}),
-    }
-    return in_trainer(engine, mode, directory, home=home, kind=pytorch_lightning.Trainer, **kinds)
+    policies = policies_of(kind, tiled)
+    module = type("OtherLit", (Steps, pytorch_lightning.LightningModule), {})(kind, policies)
+    return fit(module, strategy_of(home, engine, kind, policies), kind=pytorch_lightning.Trainer)
 
 
-LOOPS = {"trainer": in_trainer, "fabric": in_fabric, "pytorch_lightning": in_other_trainer}
+def by_callback(engine: str, kind: Kind, tiled: bool) -> Losses:
+    """The same with a callback beside a strategy of Lightning, or of ours without policies where theirs needs a GPU."""
+    policies = policies_of(kind, tiled)
+    stock: dict[str, Any] = {"ddp": DDPStrategy(), "fsdp2": ModelParallelStrategy(2, 1)}
+    chosen = stock.get(engine) or strategy_of(lt_tiled, engine, kind, UNTILED)
+    callback = Tiled(policies["tiling"], policies["activation_checkpointing"])
+    return fit(Lit(kind, policies), chosen, callbacks=[callback] if tiled else [])
+
+
+def in_plain_loop(engine: str, kind: Kind, tiled: bool, when: str = "before") -> Losses:
+    """Steps and evaluations without Lightning: the model is prepared before or after the engine wraps it, runs before
+    that, or is a copy of a prepared one.
+    """
+    policies = policies_of(kind, tiled)
+    torch.manual_seed(0)
+    net = kind.build()
+    if tiled and when != "after":
+        prepare(net, **policies)
+    if when == "used":
+        kind.loss(net, STEPS, 0).backward()
+        net.zero_grad()
+    if when == "copy":
+        net = deepcopy(net)
+    model, backward, step = wrapped(engine, net)
+    if tiled and when == "after":
+        prepare(model, **policies)
+    losses, val_losses = list[float](), list[float]()
+    for index in range(STEPS):
+        loss = kind.loss(model, index, dist.get_rank())
+        backward(loss)
+        step()
+        losses.append(float(loss.detach()))
+        model.eval()
+        with torch.no_grad():
+            val_losses.append(float(kind.loss(model, STEPS, dist.get_rank())))
+        model.train()
+    check_report(net, kind, policies)
+    return losses, val_losses
+
+
+LOOPS = {
+    "fabric": in_fabric,
+    "trainer": in_trainer,
+    "pytorch_lightning": in_other_trainer,
+    "callback": by_callback,
+    "plain": in_plain_loop,
+    "plain, prepared after": partial(in_plain_loop, when="after"),
+    "plain, used before": partial(in_plain_loop, when="used"),
+    "plain, a copy": partial(in_plain_loop, when="copy"),
+}
+CELLS = [(loop, engine, name) for name, kind in KINDS.items() for loop in kind.loops for engine in kind.engines]
+
+
+def run(engine: str, loop: str, name: str, tiled: bool) -> Losses:
+    return LOOPS[loop](engine, KINDS[name], tiled)
 
 
 @pytest.mark.table(
-    "trainer-.*-loss|fabric-(ddp|fsdp2|zero3)-loss|(trainer|fabric)-ddp-.*|fabric-(fsdp|zero2)-tiled"
-    "|pytorch_lightning-(fsdp2|zero2)-loss"
+    "fabric-(ddp|fsdp|zero2)-tiles|fabric-(fsdp_flat|zero1)-checkpointed|fabric-(ddp|fsdp2|zero3)-everything"
+    "|trainer-ddp-tiles|trainer-.*-everything|pytorch_lightning-(fsdp2|zero2)-everything|plain-(fsdp|zero1)-tiles"
+    "|plain, .*-(zero2-after|ddp-after|zero3-used|zero3-copy)|callback-(ddp|zero3)-callback|callback-.*-callback, stock"
+    "|fabric-zero3-random state and buffers|fabric-fsdp2-accumulation"
+    "|trainer-(ddp|zero3)-accumulation by Trainer|trainer-(fsdp_flat|zero1)-clipping"
+    "|fabric-fsdp-(random state and buffers|policy of norms)|trainer-.*-(static graph|.* own checkpointing|.* offload|wrapped by hand)"
+    "|fabric-zero3-(frozen|unused|tied|LoRA|DoRA on the head|a copy of the head|LoRA on all|Gemma 2|blocks run twice)"
+    "|fabric-zero3-(4096 and 512 tokens|two calls|product|no gradient between|last is unused|own leaves)"
+    "|fabric-fsdp2-(other experts on each rank|LoRA on experts|Mixtral|4096 and no tokens|two calls)"
+    "|fabric-fsdp-(LoRA on the head|BERT|unused|tied)|fabric-zero2-(tokens are mixed|three calls)"
+    "|fabric-zero1-4096 and 1 token|plain-zero2-.*|fabric-ddp-(tied|Mixtral|product|images on one rank.*)"
 )
-@pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("loop", LOOPS)
-def test_losses_are_the_untiled_ones(loop: str, engine: str, mode: str, on_ranks: OnRanks, tmp_path: Path) -> None:
-    """Losses of several optimizer steps and of validation equal the untiled run's, on sequences of unequal length in
-    Fabric, and no file is left.
+@pytest.mark.parametrize(("loop", "engine", "name"), CELLS)
+def test_losses(loop: str, engine: str, name: str, on_ranks: OnRanks) -> None:
+    """The losses of four steps, and of an evaluation after each, are the untiled ones under DDP, or on the same engine
+    where engines differ, and modules are tiled, checkpointed and offloaded.
     """
-    if loop == "pytorch_lightning":
-        pytest.importorskip(loop)
-    untiled = on_ranks.once(LOOPS[loop], engine, "untiled", "")
-    tiled = on_ranks(LOOPS[loop], engine, mode, str(tmp_path))
-    shards = (5, 2) if loop == "fabric" else (4, 4)
-    for plain, found, count in zip(untiled, tiled, shards, strict=True):
-        assert len(plain.losses) >= 3
-        assert plain.losses[-1] != plain.losses[0]
-        assert found.losses == near(plain.losses)
-        assert found.val_losses == near(plain.val_losses)
-        assert (plain.tiles, plain.blocks) == ([], 0)
-        assert found.tiles == [count] * 2
-        assert found.blocks == (0 if mode == "tiled" else 2)
-        assert (found.disk_bytes > 0) == (mode == "loss")
-        assert found.left == 0
-    assert list(tmp_path.iterdir()) == []
-
-
-class HoldsWeights(LitTiny):
-    """Has no ``configure_model`` and no hook for engines, as most LightningModules, and weights of its own: a position
-    embedding, and a tied head whose weight its steps use.
-    """
-
-    configure_model = pl.LightningModule.configure_model
-
-    def __init__(self, tiled_loss: bool = False) -> None:
-        super().__init__(tiled_loss=tiled_loss)
-        torch.manual_seed(0)
-        net = TinyLM()
-        self.embed, self.blocks, self.head = net.embed, net.blocks, net.head
-        self.position = nn.Parameter(torch.randn(24, 16))
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) + self.position
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def loss(self, ids: Tensor) -> Tensor:
-        if not self.tiled_loss:
-            return lm_loss(self.head(self(ids)), ids)
-        return tiled_linear_cross_entropy(self(ids), self.head.weight, ids, num_shards=3, shift=True)
-
-    def training_step(self, ids: Tensor, index: int) -> Tensor:
-        loss = self.loss(ids)
-        self.losses.append(float(loss.detach()))
-        return loss
-
-    def validation_step(self, ids: Tensor, index: int) -> None:
-        self.val_losses.append(float(self.loss(ids)))
-
-    def predict_step(self, ids: Tensor, index: int) -> Tensor:
-        return self.head(self.forward(ids))
-
-
-@pytest.mark.table("zero3|fsdp|fsdp2")
-@pytest.mark.parametrize("engine", SHARDED)
-def test_engines_agree(engine: str, on_ranks: OnRanks, tmp_path: Path) -> None:
-    """A sharded engine with everything on has the losses of DDP with everything off, with a LightningModule that knows
-    nothing of engines and holds weights itself.
-    """
-    run = partial(in_trainer, module=HoldsWeights)
-    mode = "disk" if engine == "zero3" else "loss"  # its steps do not see the head's weight
-    plain, sharded = on_ranks.once(run, "ddp", "untiled", ""), on_ranks(run, engine, mode, str(tmp_path))
-    assert [(r.losses, r.val_losses) for r in sharded] == [(near(r.losses), near(r.val_losses)) for r in plain]
+    kind = KINDS[name]
+    alike = "ddp" if kind.alike else engine
+    plain = on_ranks.once(run, alike, kind.loops[0], name, False)
+    for (true, true_val), (found, val) in zip(plain, on_ranks(run, engine, loop, name, True), strict=True):
+        assert len(true) == STEPS
+        assert true[-1] != true[0]
+        assert found == near(true)
+        assert val == near(true_val)
 
 
 @pytest.fixture(scope="module")
@@ -133,83 +253,9 @@ def one_rank() -> Iterator[World]:
     world.close()
 
 
-@pytest.mark.table("trainer-(fsdp2|zero3)|fabric-(ddp|zero3)")
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("loop", ["trainer", "fabric"])
-def test_one_device(loop: str, engine: str, one_rank: World, tmp_path: Path) -> None:
-    """Every engine runs in a single process, ZeRO-3 too, with the losses of plain training."""
-    alike = {"built": True} if loop == "trainer" else {"accumulate": False}
-    (plain,) = one_rank(partial(LOOPS[loop], **alike), "ddp", "untiled", str(tmp_path))
-    (tiled,) = one_rank(partial(LOOPS[loop], **alike), engine, "disk", str(tmp_path))
-    assert tiled.losses == near(plain.losses)
-    assert tiled.disk_bytes > 0
-
-
-class WrapsByHand(LitTiny):
-    """Wraps its blocks in ``configure_model``, in the context that FSDP's strategy gives."""
-
-    def configure_model(self) -> None:
-        if self.net is None:
-            super().configure_model()
-            self.net.blocks = nn.ModuleList(wrap(block) for block in self.net.blocks)
-
-
-class Sharded(LitTiny):
-    """Shards itself in ``configure_model``, as Lightning's own strategy for FSDP2 wants it."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        for module in (*self.net.blocks, self.net):
-            fully_shard(module, mesh=self.device_mesh["data_parallel"])
-
-
-BY_CALLBACK: dict[str, Any] = {"tiling": None, "activation_checkpointing": None}
-ARGUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "callback, ddp": ("ddp", BY_CALLBACK),
-    "callback, fsdp": ("fsdp", BY_CALLBACK),
-    "callback, zero3": ("zero3", BY_CALLBACK),
-    "callback, stock fsdp2": (ModelParallelStrategy, {"data_parallel_size": 2, "tensor_parallel_size": 1}),
-    "tiled_fsdp2": ("tiled_fsdp2", {}),
-    "tiled_deepspeed_stage_3_offload": ("tiled_deepspeed_stage_3_offload", {}),
-    "ddp, unused allowed": ("ddp", {"find_unused_parameters": True}),
-    "ddp, static graph": ("ddp", {"static_graph": True}),
-    "ddp, bucket view": ("ddp", {"gradient_as_bucket_view": True}),
-    "fsdp, policy of blocks": ("fsdp", {"auto_wrap_policy": {Block}}),
-    "fsdp, policy of tiled modules": ("fsdp", {"auto_wrap_policy": ModuleWrapPolicy({GatedMLP})}),
-    "fsdp, policy of norms": ("fsdp", {"auto_wrap_policy": {nn.LayerNorm}, "tiling": False}),
-    "fsdp, gradients only": ("fsdp", {"sharding_strategy": "SHARD_GRAD_OP"}),
-    "fsdp, no sharding": ("fsdp", {"sharding_strategy": "NO_SHARD"}),
-    "fsdp, cpu offload": ("fsdp", {"cpu_offload": True}),
-    "fsdp, by hand": ("fsdp", {}),
-    "fsdp, own checkpointing": ("fsdp", {"activation_checkpointing_policy": {Block}}),
-}
-"""Registered names, and arguments of an engine's own."""
-
-
-def losses_with(_: str, name: str) -> list[float]:
-    chosen, options = ARGUMENTS[name]
-    module: Any = {"fsdp, by hand": WrapsByHand, "callback, stock fsdp2": Sharded}.get(name, LitTiny)()
-    if "zero3" in name or "deepspeed" in name:  # whose contexts draw weights of their own
-        module.configure_model()
-    if not isinstance(chosen, str):
-        chosen = chosen(**options)
-    elif not chosen.startswith("tiled"):
-        chosen = strategy(lt_tiled, chosen, **{"tiling": 4, **options})
-    callbacks = [Tiled(4, None)] if "callback" in name else []
-    trainer(chosen, devices=dist.get_world_size(), callbacks=callbacks).fit(module)
-    assert options.get("tiling") is False or module.forwards_replaced == {6}
-    return module.losses
-
-
-@pytest.mark.table(
-    "callback, (ddp|stock fsdp2|zero3)|tiled_.*|ddp, static graph"
-    "|fsdp, (policy of norms|cpu offload|by hand|own checkpointing)"
-)
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments(name: str, on_ranks: OnRanks) -> None:
-    """``Trainer(strategy=name)`` tiles, the callback tiles beside any strategy, Lightning's own FSDP2 too, and an
-    engine's own arguments work, on the CPU as well: losses are DDP's.
-    """
-    plain = on_ranks.once(losses_with, "ddp", "ddp, unused allowed")
-    found = on_ranks(losses_with, "zero3" if "deepspeed" in name or "zero3" in name else "ddp", name)
-    assert found == [near(losses) for losses in plain]
+@pytest.mark.table("fsdp2|zero3")
+@pytest.mark.parametrize("engine", ALL)
+def test_one_device(engine: str, one_rank: World) -> None:
+    """Every engine runs in a single process, with the losses of plain training."""
+    (plain,) = one_rank(run, "ddp", "trainer", "everything", False)
+    assert one_rank(run, engine, "trainer", "everything", True) == [(near(plain[0]), near(plain[1]))]

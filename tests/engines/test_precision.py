@@ -1,0 +1,69 @@
+"""Gradients in 16 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import lt_tiled
+from tests.engines.cells import ENGINES, policies, strategy, whole_weights
+from tests.engines.conftest import OnRanks
+from tests.lit import Ids, LitTiny, trainer
+from tests.models import TinyLM, lm_loss
+from tests.parity import errors, more_than
+
+SEQUENCES = torch.stack([Ids()[index] for index in range(4)]).view(2, 2, -1)
+RATE = 2.0**20
+"""A learning rate with which an SGD step leaves weights that are the gradients: also in bfloat16 it rounds away the
+weights of before."""
+
+
+class OneStep(LitTiny):
+    """Trains with plain SGD, on the two sequences of each rank."""
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        return super().training_step(SEQUENCES[self.global_rank], index)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.trainer.model.parameters(), RATE)
+
+
+class Weights(pl.Callback):
+    """Gathers all weights before and after the training."""
+
+    def on_train_start(self, run: pl.Trainer, module: pl.LightningModule) -> None:
+        self.before = whole_weights(run.model, module.net)
+
+    def on_train_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
+        self.after = whole_weights(run.model, module.net)
+
+
+def gradient_errors(engine: str, mode: str, directory: str, precision: str) -> dict[str, float]:
+    """Return the errors of one step's gradients against float64 on one process."""
+    weights = Weights()
+    options = {"precision": precision, "callbacks": [weights], "max_steps": 1, "limit_val_batches": 0}
+    chosen = strategy(lt_tiled, engine, **policies(mode, directory))
+    trainer(chosen, devices=dist.get_world_size(), **options).fit(OneStep())
+    exact = TinyLM().double()
+    exact.load_state_dict(weights.before)
+    ids = SEQUENCES.flatten(0, 1)
+    lm_loss(exact(ids), ids).backward()
+    found = {name: (weights.before[name] - after) / RATE for name, after in weights.after.items()}
+    return errors(found, {name: weight.grad for name, weight in exact.named_parameters()})
+
+
+@pytest.mark.table("(ddp|fsdp2|zero1|zero3)-bf16-true|(fsdp|fsdp_flat|zero2)-bf16-mixed")
+@pytest.mark.low_precision
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_precision(engine: str, precision: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    """In 16 bits the gradients are as near to float64 as the untiled run's on the same engine."""
+    untiled = on_ranks(gradient_errors, engine, "untiled", "", precision)
+    tiled = on_ranks(gradient_errors, engine, "disk", str(tmp_path), precision)
+    for plain, found in zip(untiled, tiled, strict=True):
+        assert more_than(found, plain, torch.bfloat16) == {}

@@ -1,0 +1,179 @@
+"""Modules that hold weights themselves, and models that go through several stages, trainers and engines."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.utils.data import DataLoader
+
+import lt_tiled
+from lt_tiled import tiled_linear_cross_entropy
+from tests.engines.cells import error_of, launch, step_on, strategy
+from tests.engines.conftest import OnRanks
+from tests.lit import Ids, LitTiny, replaced, trainer
+from tests.models import TinyLM, lm_loss
+from tests.parity import near
+from tests.world import World
+
+
+class HoldsWeights(LitTiny):
+    """Has no ``configure_model`` and no hook for engines, as most LightningModules, and weights of its own: a position
+    embedding, and a tied head whose weight its steps use.
+    """
+
+    configure_model = pl.LightningModule.configure_model
+
+    def __init__(self, tiled_loss: bool = True) -> None:
+        super().__init__(tiled_loss=tiled_loss)
+        torch.manual_seed(0)
+        net = TinyLM()
+        self.embed, self.blocks, self.head = net.embed, net.blocks, net.head
+        self.position = nn.Parameter(torch.randn(24, 16))
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def loss(self, ids: Tensor) -> Tensor:
+        if not self.tiled_loss:
+            return lm_loss(self.head(self(ids)), ids)
+        return tiled_linear_cross_entropy(self(ids), self.head.weight, ids, num_shards=3, shift=True)
+
+    def training_step(self, ids: Tensor, index: int) -> Tensor:
+        loss = self.loss(ids)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, ids: Tensor, index: int) -> None:
+        self.val_losses.append(float(self.loss(ids)))
+
+    def predict_step(self, ids: Tensor, index: int) -> Tensor:
+        return self.head(self.forward(ids))
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Ids(12), batch_size=2)  # after a single batch, DeepSpeed's next engine dies without tiles too
+
+
+class ShardsItself(HoldsWeights):
+    """Makes itself the root unit, as Lightning's own strategy expects it."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self, FSDPModule) and self.device_mesh is not None:
+            for module in (*self.blocks, self):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
+def all_stages(engine: str, kind: type[HoldsWeights], tiled: bool) -> tuple[Any, ...]:
+    """Validate, fit, predict and fit again with one model and one trainer, which clips gradients. DeepSpeed's engine
+    dies in a second fit, without tiles too.
+    """
+    module = kind(tiled_loss=tiled and engine != "zero3")  # under ZeRO-3 its steps do not see the head's weight
+    policies: dict[str, Any] = {"tiling": 4} if tiled else {"tiling": None, "activation_checkpointing": None}
+    options = {"devices": dist.get_world_size(), "max_epochs": 1, "max_steps": -1, "num_sanity_val_steps": 0}
+    run = trainer(strategy(lt_tiled, engine, **policies), gradient_clip_val=0.5, **options)
+    run.validate(module, verbose=False)
+    run.fit(module)
+    predicted = list[Tensor]()
+    if engine != "zero3":
+        predicted = run.predict(module)
+        run.fit_loop.max_epochs = 2
+        run.fit(module)
+    assert replaced(module) == 0
+    return module.losses, module.val_losses, predicted
+
+
+CELLS = [("fsdp", HoldsWeights), ("fsdp2", HoldsWeights), ("fsdp2", ShardsItself), ("zero3", HoldsWeights)]
+
+
+@pytest.mark.parametrize(("engine", "kind"), CELLS)
+def test_all_stages(engine: str, kind: type[HoldsWeights], on_ranks: OnRanks) -> None:
+    """One model goes through ``validate``, ``fit``, ``predict`` and ``fit`` as under DDP, though the engine has wrapped
+    it by then, and uses weights that it holds itself in each of them.
+    """
+    plain = on_ranks.once(all_stages, "ddp", HoldsWeights, False)
+    for true, found in zip(plain, on_ranks(all_stages, engine, kind, True), strict=True):
+        assert found[0] == near(true[0][: len(found[0])])
+        assert found[1] == near(true[1][: len(found[1])])
+        for tensor, other in zip(found[2], true[2], strict=engine != "zero3"):
+            torch.testing.assert_close(tensor, other, rtol=1e-4, atol=1e-4)
+
+
+def steps(engine: str, method: str) -> tuple[list[float], list[float], Tensor]:
+    """Three steps by a registered method or a step of a LightningModule, then a validation and a prediction."""
+    fabric, module = launch(engine, tiling=4), HoldsWeights()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 1.0, momentum=0.9))
+    register_fsdp_forward_method(module, "loss")
+    model.mark_forward_method("loss")  # as DDP needs it
+    losses = []
+    for index in range(3):
+        ids = torch.stack([Ids()[2 * index], Ids()[2 * index + 1]])
+        loss = model.loss(ids) if method == "loss" else model.training_step(ids, index)
+        losses.append(step_on(fabric, optimizer, loss))
+    model.eval()
+    with torch.no_grad():
+        model.validation_step(ids, 0)
+        hidden = model(ids)
+    fabric.strategy.release()
+    return losses, module.val_losses, hidden
+
+
+@pytest.mark.parametrize("method", ["loss", "training_step"])
+def test_registered_methods(method: str, world: World) -> None:
+    """Under FSDP2 in Fabric, registered methods and steps of a LightningModule use weights that the module holds."""
+    for plain, found in zip(world(steps, "ddp", method), world(steps, "fsdp2", method), strict=True):
+        assert found[0] == near(plain[0])
+        assert found[1] == near(plain[1])
+        torch.testing.assert_close(found[2], plain[2], rtol=1e-5, atol=1e-5)
+
+
+class TwoNetworks(LitTiny):
+    """Steps twice, each time on another network, with a backward pass of its own."""
+
+    def __init__(self, shards: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.shards = shards
+        self.first, self.second = TinyLM(), TinyLM()
+
+    def configure_model(self) -> None:
+        for network in (self.first, self.second) if self.shards else ():
+            fully_shard(network, mesh=self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(network.parameters(), 0.1) for network in (self.first, self.second)]
+
+    def training_step(self, ids: Tensor, index: int) -> None:  # type: ignore[override]
+        for network, optimizer in zip((self.first, self.second), self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(lm_loss(network(ids), ids))
+            optimizer.step()
+
+
+def two_networks(shards: bool) -> tuple[str, str]:
+    """The error of a fit, and what was logged."""
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("lt_tiled").addHandler(handler)
+    run = trainer(strategy(lt_tiled, "fsdp2"), devices=dist.get_world_size(), limit_val_batches=0)
+    kind, _ = error_of(lambda: run.fit(TwoNetworks(shards)))
+    logging.getLogger("lt_tiled").removeHandler(handler)
+    return kind, said.getvalue()
+
+
+def test_several_backward_passes_in_a_step(world: World) -> None:
+    """Under FSDP2 a module that shards its networks may run several backward passes in a step; another is told to."""
+    for kind, said in world(two_networks, True):
+        assert (kind, "FSDP root" in said) == ("", False)
+    said = world(two_networks, False)[0][1]  # rank 0 logs
+    assert "for several in a step, call fully_shard on each network in configure_model" in said
