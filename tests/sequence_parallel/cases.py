@@ -14,8 +14,6 @@ from tests.sequence_parallel.hybrids import HYBRIDS, causal
 from tests.sequence_parallel.models import (
     GPT,
     Between,
-    CountsCalls,
-    MaskOfEachHead,
     OwnAttention,
     Pooled,
     WithBody,
@@ -37,10 +35,6 @@ def no_labels(x: Tensor) -> dict[str, Any]:
 
 def ids_alone(x: Tensor) -> dict[str, Any]:
     return {"input_ids": x}
-
-
-def positioned(x: Tensor) -> dict[str, Any]:
-    return {"input_ids": x, "position_ids": torch.arange(x.shape[1])[None]}
 
 
 def packed(x: Tensor) -> dict[str, Any]:
@@ -140,13 +134,6 @@ def with_own_loss() -> nn.Module:
     return model
 
 
-def that_exits() -> nn.Module:
-    """Leaves out its last block, as transformers does by its configuration."""
-    model: Any = causal("llama", num_hidden_layers=3)()
-    model.config.num_hidden_layers = 2
-    return model
-
-
 SWITCH = 24
 """The number of tokens above which rotary tables are others."""
 AROUND_SWITCH = (SWITCH - 5, SWITCH + 13, SWITCH - 5, SWITCH + 1)
@@ -189,13 +176,11 @@ CASES = {
     "one key head": Case(llama(8, 1, 4)),
     "6 heads, 3 key heads": Case(llama(6, 3)),
     "7 heads": Case(llama(7, 7)),
-    "10 heads, 5 key heads": Case(llama(10, 5)),
     "fewer tokens than ranks": Case(causal("llama"), lengths=(3,)),
     "labels on one rank": Case(causal("llama"), half_ignored),
     "other ignore_index": Case(causal("llama"), lambda x: labeled(x) | {"ignore_index": 3}),
     "shifted labels": Case(causal("llama"), lambda x: labeled(x) | {"shift_labels": x.roll(-1, 1)}),
     "packed": Case(causal("llama"), packed, rows=1),
-    "packed rows": Case(causal("qwen3"), packed),
     "padded left": Case(causal("llama"), padded(True)),
     "padded right": Case(causal("llama"), padded(False)),
     "window": Case(causal("mistral", **WINDOW)),
@@ -207,34 +192,25 @@ CASES = {
     "eager": Case(eager, padded(True)),
     "LoRA": Case(with_lora),
     "loss of the user's": Case(with_own_loss, half_ignored),
-    "early exit": Case(that_exits),
     "router loss": Case(causal("mixtral", **_BALANCED), padded(True)),
     "router loss, shared experts": Case(causal("qwen3_moe", **_BALANCED)),
     # Rotary tables, on both sides of the length above which they are others, and back.
     "rope, dynamic": Case(causal("llama", **DYNAMIC), lengths=AROUND_SWITCH),
-    "rope, dynamic, no labels": Case(causal("llama", **DYNAMIC), no_labels, AROUND_SWITCH),
     "rope, longrope": Case(causal("phi3", **LONGROPE), lengths=AROUND_SWITCH),
-    "rope, yarn": Case(causal("llama", **rope("yarn", factor=4.0, original_max_position_embeddings=SWITCH))),
     "rope of each kind of layer": Case(causal("gemma3_text", **EACH_KIND), lengths=AROUND_SWITCH),
     # Blocks of other models, and of causal ones whose hidden states are gathered behind the blocks.
     "no labels": Case(causal("llama"), no_labels),
     "cache by default": Case(causal("llama"), ids_alone),
-    "cache by default, positions": Case(causal("llama"), positioned),
     "noise": Case(with_noise),
     "positions from the mask": Case(causal("opt", **_OPT), padded(True, **UNCACHED)),
-    "positions from the mask, no labels": Case(causal("opt", **_OPT), padded(True, labels=None, **UNCACHED)),
     "positions from ids": Case(causal("roberta", is_decoder=True), padded(False, **UNCACHED)),
     "positions from the length": Case(causal("bart", **_BART), padded(True, **UNCACHED)),
     "bias of each head": Case(causal("falcon", head_dim=None, alibi=True), padded(False)),
     "hand-written": Case(hand_written(GPT)),
-    "hand-written, 6 heads": Case(hand_written(GPT, heads=6, keys=3)),
     "hand-written, window": Case(hand_written(GPT), lambda x: labeled(x) | {"window": 5}),
-    "hand-written, mask of each head": Case(hand_written(MaskOfEachHead)),
     "hand-written, own attention": Case(hand_written(OwnAttention, True)),
-    "buffer that counts calls": Case(hand_written(Pooled, block=CountsCalls), ids_alone),
     "named module": Case(hand_written(WithBody), half_ignored, (38, 19), targets="body"),
     "a block twice": Case(hand_written(Pooled, (0, 0, 1, 1, 2)), ids_alone),
-    "blocks in a loop": Case(hand_written(Pooled, (0, 1, 2) * 2), ids_alone),
     "code between blocks": Case(hand_written(Between, "scale"), ids_alone),
     # Layers with a state, convolutions, and eager attention with sinks.
     **{name: Case(causal(name)) for name in HYBRIDS},

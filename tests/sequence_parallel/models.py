@@ -67,18 +67,6 @@ class Coded(Block):
         return Block.forward(self, x, mask)
 
 
-class CountsCalls(Block):
-    """Counts its calls in a buffer, and computes with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        self.calls += 1
-        return super().forward(x, mask) * self.calls
-
-
 class GPT(nn.Module):
     """A hand-written GPT with learned positions: logits, or with labels the loss."""
 
@@ -100,14 +88,6 @@ class GPT(nn.Module):
             x = block(x, mask)
         logits = self.head(self.norm(x))
         return logits if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-class MaskOfEachHead(GPT):
-    """Has another window for each of its four heads, in a mask without a dimension of rows."""
-
-    def mask(self, places: Tensor, window: int | None) -> Tensor:
-        distance = places[:, None] - places
-        return torch.stack([(distance >= 0) & (distance < 3 + head) for head in range(4)])
 
 
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
@@ -217,8 +197,6 @@ class Between(nn.Module):
                 x = 2 * x
             elif self.change == "center":
                 x = x - x.mean(1, keepdim=True)
-            elif self.change == "shift":
-                x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]
             else:
                 kept = kept + x.square().mean()
         return x.mean(1).square().sum() + kept

@@ -1,4 +1,4 @@
-"""What shared sequences cost: collectives for each layer, attention, waits for the device and memory."""
+"""What shared sequences cost: collectives for each layer, attention and memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import lt_tiled
@@ -16,7 +15,7 @@ from tests.meters import peak_bytes
 from tests.sequence_parallel.cases import CASES, no_labels
 from tests.sequence_parallel.hybrids import causal
 from tests.sequence_parallel.models import ids
-from tests.sequence_parallel.runs import Counts, step, value_of
+from tests.sequence_parallel.runs import Counts
 from tests.world import World
 
 
@@ -54,29 +53,6 @@ def test_collectives(name: str, keep: str | None, world: World) -> None:
         assert found["reduce_scatter"] == convolutions + gathered
         assert found["group_mean"] == 1 - gathered
         assert found["attention"] == (passes - 1) * attention
-
-
-def reads(name: str) -> list[int]:
-    """How often a step reads a value of a tensor on the host, without sequence parallelism and with it."""
-    found = []
-    for size in (1, 2):
-        model, (inputs,) = CASES[name].build(), CASES[name].inputs()
-        policy = SequenceParallel(2) if size > 1 else None
-        with lt_tiled.prepare(model, sequence_parallel=policy, activation_checkpointing=True, tiling=3):
-            step(model, inputs)  # learns, and checks
-            with Counts() as counted:
-                value_of(model(**inputs)).backward()
-        found.append(counted.found["reads"])
-    return [*found, sum(isinstance(value, torch.Tensor) for value in inputs.values())]
-
-
-@pytest.mark.parametrize("name", ["packed", "hand-written"])
-def test_reads_of_values(name: str, world: World) -> None:
-    """A step reads no more values on the host, where a GPU would be waited for, than without sequence parallelism, but
-    the hash of each tensor of its batch.
-    """
-    for without, shared, tensors in world(reads, name):
-        assert shared <= without + tensors
 
 
 def peaks(tokens: int, policies: dict[str, Any]) -> tuple[int, int]:

@@ -221,14 +221,13 @@ def test_evaluation(world: World, tmp_path: Path) -> None:
         assert found == near(true)
 
 
-def refused(engine: str) -> tuple[str, str]:
-    return error_of(lambda: launch(engine, sequence_parallel=3))
+def refused() -> tuple[str, str]:
+    return error_of(lambda: launch("ddp", sequence_parallel=3))
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero2"])
-def test_size_that_does_not_divide(engine: str, request: pytest.FixtureRequest) -> None:
+def test_size_that_does_not_divide(world: World) -> None:
     """A size that does not divide the ranks is refused with those that do."""
-    for _, message in world_of(request, engine)(refused, engine):
+    for _, message in world(refused):
         assert message == "sequence_parallel=3 does not divide the 2 ranks: choose one of [1, 2]."
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from types import MethodType
@@ -10,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lt_tiled
-from tests.models import H
+from tests.models import AttachedLoss, H
 from tests.sequence_parallel.cases import (
     DYNAMIC,
     LONGROPE,
@@ -25,7 +23,6 @@ from tests.sequence_parallel.cases import (
     labeled,
     llama,
     no_labels,
-    that_exits,
 )
 from tests.sequence_parallel.hybrids import causal
 from tests.sequence_parallel.models import VOCAB, Between, Coded, OwnAttention, Pooled, hand_written, ids
@@ -41,41 +38,10 @@ def averaged(block: Coded, x: Tensor) -> Tensor:
     return x + 0.01 * x.mean(1, keepdim=True)
 
 
-def shifted(block: Coded, x: Tensor) -> Tensor:
-    """Add a little of the token before, without attention."""
-    return x + block.mlp(x) + 3e-3 * F.pad(x, (0, 0, 1, 0))[:, :-1]
-
-
 def normalized(block: Coded, x: Tensor) -> Tensor:
     """Divide by a deviation over all tokens in training, as a batch norm."""
     x = block.plain(x)
     return x / x.std((0, 1)) if block.training else x
-
-
-def mixture_of_depths(block: Coded, x: Tensor) -> Tensor:
-    """Compute half of the tokens in training, and in evaluation those above a threshold."""
-    scores = x.sum(-1, keepdim=True)
-    return block.plain(x).where(scores > (scores.median(1, keepdim=True).values if block.training else 0), x)
-
-
-def with_capacity(block: Coded, x: Tensor) -> Tensor:
-    """Give an expert the first tokens that choose it, in training up to its capacity."""
-    chosen = x[..., :1] > x[..., 1:2]
-    if block.training:
-        chosen = chosen & (chosen.cumsum(1) <= 0.4 * x.shape[1])
-    return block.plain(x).where(chosen, x)
-
-
-class Attached(torch.autograd.Function):
-    """Gives a loss the gradient 1, as mixtures of experts attach theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, gradient.new_ones(())
 
 
 def balance(x: Tensor) -> Tensor:
@@ -85,7 +51,7 @@ def balance(x: Tensor) -> Tensor:
 
 def attaches_a_loss(block: Coded, x: Tensor) -> Tensor:
     x = block.plain(x)
-    return Attached.apply(x, balance(x))
+    return AttachedLoss.apply(x, balance(x))
 
 
 def keeps_a_loss(block: Coded, x: Tensor) -> Tensor:
@@ -109,16 +75,6 @@ class ClippedBack(torch.autograd.Function):
 
 def clipped(block: Coded, x: Tensor) -> Tensor:
     return block.plain(ClippedBack.apply(x))
-
-
-def not_finite(block: Coded, x: Tensor) -> Tensor:
-    """Return no numbers for as few tokens as one rank has."""
-    return block.plain(x) / (x.shape[1] > 20)
-
-
-def log_scaled(block: Coded, x: Tensor) -> Tensor:
-    """Scale the output by the logarithm of the length above 32 tokens."""
-    return block.plain(x) * max(1.0, math.log(x.shape[1], 32))
 
 
 def locally_masked(block: Coded, x: Tensor) -> Tensor:
@@ -155,17 +111,6 @@ def multihead() -> nn.Module:
     return nn.Sequential(nn.Embedding(VOCAB, H), nn.Sequential(*layers)).double()
 
 
-def with_hook() -> nn.Module:
-    """A hook counts from the end of the sequence, as that of PEFT's aLoRA."""
-
-    def scale_the_last(block: nn.Module, args: Any, x: Tensor) -> Tensor:
-        return torch.cat([x[:, :-5], 2 * x[:, -5:]], 1)
-
-    model = hand_written(Pooled)()
-    model.blocks[1].register_forward_hook(scale_the_last)  # type: ignore[index, union-attr]
-    return model
-
-
 def own_positions() -> nn.Module:
     """Attention counts positions from the tokens that it is given."""
     model: Any = causal("llama")()
@@ -198,48 +143,34 @@ def pooled(code: Callable[[Coded, Tensor], Tensor]) -> Case:
     return Case(hand_written(Pooled, block=lambda: Coded(code)), ids_alone)
 
 
-def asking(option: str) -> Case:
-    return Case(causal("llama"), lambda x: labeled(x) | {option: True})
-
-
 _MIXES = "has another (output|gradient of its input) when 2 ranks share the sequence.* Use sdpa"
 _UNSEEN = "shared its sequences, and no attention saw all tokens: use attention of transformers"
 _NOT_CLOSED = "the last of the blocks was not called after it.*name one module around them"
-_OTHER = "has another (output|gradient)|cannot run on those of one rank|needs self-attention"
 _FEW_STATES = {"linear_num_value_heads": 1, "linear_num_key_heads": 1}
-_INKLING = {"n_routed_experts": 8, "moe_intermediate_size": 32}
 REFUSED: dict[str, tuple[Case, str]] = {
     # What the self-check sees.
     "mean over tokens": (pooled(averaged), _MIXES),
-    "shift": (pooled(shifted), _UNSEEN),
     "norm in training": (pooled(normalized), _MIXES),
-    "mixture of depths": (pooled(mixture_of_depths), _MIXES),
-    "capacity of experts": (pooled(with_capacity), _MIXES),
-    "hook that counts from the end": (Case(with_hook, ids_alone), _MIXES),
     "backward pass": (pooled(clipped), _MIXES),
     "loss that is attached": (pooled(attaches_a_loss), "has another loss attached"),
     "loss in an attribute": (pooled(keeps_a_loss), "has another loss in an attribute"),
-    "not finite": (pooled(not_finite), _MIXES),
-    "scale of the length": (pooled(log_scaled), _MIXES),
     "positions of a rank": (Case(own_positions), _MIXES),
     "attribute": (Case(positioned, ids_alone), "Pass blocks what they read as arguments"),
     "nn.TransformerEncoderLayer": (Case(multihead, lambda x: {"input": x}), _UNSEEN),
     "kernel of a layer": (Case(kernel_of_a_layer), _MIXES),
     "mean between blocks": (Case(hand_written(Between, "center"), ids_alone), "when 2 ranks share the sequence"),
-    "shift between blocks": (Case(hand_written(Between, "shift"), ids_alone), "when 2 ranks share the sequence"),
     "loss of each block": (Case(hand_written(Between, "loss"), ids_alone), "when 2 ranks share the sequence"),
-    "DeepSeek V4": (Case(causal("deepseek_v4"), lengths=(300,)), _OTHER),
-    "position bias": (Case(causal("inkling_text", **_INKLING), no_labels), _OTHER),
     # What is refused where it is called.
     "early exit": (Case(hand_written(Pooled, (0, 1)), ids_alone), _NOT_CLOSED),
-    "early exit without labels": (Case(that_exits, no_labels), _NOT_CLOSED),
     "reversed blocks": (Case(hand_written(Pooled, (2, 1, 0)), ids_alone), _NOT_CLOSED),
     "reentrant checkpoints": (Case(hand_written(Recomputed), ids_alone), "of its own.*Use lt_tiled's"),
     "gradient_checkpointing_enable": (Case(own_checkpointing), "in place of gradient_checkpointing_enable"),
     "mask of a rank": (pooled(locally_masked), "which is not that of all 37 tokens. Make masks before the first block"),
     "attention that is not shared": (Case(hand_written(OwnAttention, False)), _UNSEEN),
-    "output_attentions": (asking("output_attentions"), "output_attentions.*set it to False"),
-    "output_hidden_states": (asking("output_hidden_states"), "output_hidden_states.*set it to False"),
+    "output_attentions": (
+        Case(causal("llama"), lambda x: labeled(x) | {"output_attentions": True}),
+        "output_attentions.*set it to False",
+    ),
     "too few heads": (Case(llama(1, 1)), "=2 needs as many query heads .* LlamaForCausalLM has 1: use .*=1 or less"),
     "too few heads of a state": (Case(causal("qwen3_next", **_FEW_STATES)), "has 1: use sequence_parallel=1"),
 }
