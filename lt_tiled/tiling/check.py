@@ -13,7 +13,7 @@ not mistaken for rounding. Training and evaluation are checked each in its first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -46,11 +46,9 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], owner: Owner 
         NotPositionWiseError: If it may not, or fails on a few tokens.
     """
     # 1. Calls of modules of the same classes, attributes, shapes and dtypes are of one kind.
-    facts: list[Hashable] = [call.kind[1:]]  # without what tells functions of one module apart
-    facts.append(held(call.function.parts, call.arguments.others, lambda t: (t.shape, t.dtype, t.requires_grad)))
-    for tensor, per_token in zip(inputs, call.per_token, strict=True):
-        facts.append((tensor.shape[len(call.tokens.lead) * per_token :], tensor.dtype))
-    kind = tuple(facts)
+    holds = (list(inputs), call.arguments.others)
+    facts = held(call.function.parts, holds, lambda tensor: (tensor.shape, tensor.dtype, tensor.requires_grad))
+    kind = (call.kind[1:], facts)  # without what tells functions of one module apart
     if owner is not None and kind in owner.passed:
         return
     # 2. An activation checkpoint around it would count what its graphs save, and keep what it computes.

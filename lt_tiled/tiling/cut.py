@@ -104,12 +104,6 @@ class Tokens:
         """Whether a tensor has an entry for each token."""
         return tensor.shape[: len(self.lead)] == self.lead
 
-    def tile_lead(self, tokens: int) -> tuple[int, ...]:
-        """Return the leading dimensions of a tile: ``[1, t]`` for hidden states ``[B, S, H]``, ``[B, S]`` for all."""
-        if tokens == self.count:
-            return tuple(self.lead)
-        return (1,) * (len(self.lead) - 1) + (tokens,)
-
     def tiles(self, whole: Tensor, bounds: Sequence[Bounds]) -> Sequence[Tensor]:
         """Return each tile of ``[B, S, ...]`` as the module sees it: a view where the strides allow it."""
         if len(bounds) == 1:  # in its own layout
@@ -154,9 +148,12 @@ class Layout:
         Raises:
             NotPositionWiseError: If an output is not per token.
         """
+        lead = tokens.lead
+        if size < tokens.count:
+            lead = torch.Size([1] * (len(lead) - 1) + [size])
         flat: list[bool] = []
         for index, leaf in enumerate(leaves):
-            whole = isinstance(leaf, Tensor) and leaf.shape[: len(tokens.lead)] == tokens.tile_lead(size)
+            whole = isinstance(leaf, Tensor) and leaf.shape[: len(lead)] == lead
             if not whole and not (isinstance(leaf, Tensor) and leaf.shape[:1] == (size,)):
                 what = f"of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
                 raise NotPositionWiseError(

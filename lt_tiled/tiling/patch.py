@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
@@ -37,7 +36,7 @@ from lt_tiled.modules.feed_forward import MLPSizes, Tileable, find_sizes, has_ca
 from lt_tiled.modules.find import ENGINES, outermost, walk_all
 from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, has_hooks, roots, set_patch
 from lt_tiled.policies import Tiling
-from lt_tiled.recompute.mode import PLAIN_TENSORS, is_real, is_transformed
+from lt_tiled.recompute.mode import is_real, is_transformed
 from lt_tiled.tiling.anchor import Through, run_untiled
 from lt_tiled.tiling.call import EngineNeeds, Owner, Plan, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
 from lt_tiled.tiling.check import check_position_wise
@@ -159,8 +158,6 @@ class TiledPatch(Tiled, Patch):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call: see NOTE [How a call runs]."""
-        if not self.leader.active:
-            return self.inner(module, *values(args), **values(kwargs))
         self.needs.update(module)
         # 1. What runs on a tile, with what transformers records in it.
         function = self._function(module)
@@ -308,7 +305,7 @@ class TiledPatch(Tiled, Patch):
         # A recompute records nothing, and must run as the forward pass did.
         if call.plan.output is None or has_hooks(module, _NO_USERS) or is_recorded(call.function.inside):
             return False
-        return all((type(t) in PLAIN_TENSORS or type(t) is FakeTensor) and not t.is_inference() for t in inputs)
+        return not any(map(Tensor.is_inference, inputs))
 
 
 def _run_linear(module: nn.Module, below: Callable[..., Any], input: Tensor) -> Tensor:
