@@ -90,7 +90,7 @@ class Report:
             peak: The peak memory of a step, as text.
             steps: The number of steps in the offload figures.
         """
-        from rich.table import Column, Table  # offline images may lack it
+        from rich.table import Table  # offline images may lack it
 
         # 1. Below the rows, the figures of a step.
         lines: list[str] = []
@@ -102,8 +102,11 @@ class Report:
                 f"offloaded per step: {gib(moved.cpu_bytes / steps)} to CPU memory, {gib(moved.disk_bytes / steps)} to"
                 f" disk; {gib(moved.over_budget_bytes / steps)} found no room in the budget"
             )
-        columns = ("what", "modules", Column("where", overflow="fold"), "tokens", "tiles")
-        table = Table(*columns, title="lt_tiled", caption="\n".join(lines), caption_justify="left")
+        table = Table(title="lt_tiled", caption="\n".join(lines), caption_justify="left")
+        for column in ("what", "modules", "where"):
+            table.add_column(column, overflow="fold")
+        for column in ("tokens", "tiles"):
+            table.add_column(column, justify="right")
         # 2. A row for modules that are alike.
         alike: Counter[tuple[str, ...]] = Counter()
         for what, rows in (("tiled", self.tiled + self.norms), ("tiled loss", self.losses)):

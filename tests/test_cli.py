@@ -219,7 +219,7 @@ def test_every_config_on_two_cpu_ranks(path: Path, request: pytest.FixtureReques
     assert (
         len(re.findall(r"4 x LlamaMLP\s+│ model\.model\.layers\.\*\.mlp\s+│", printed)) == 1
     )  # one line, although no terminal is as wide
-    assert re.search(rf"│ +{tokens} +│ +2 ", printed)
+    assert re.search(rf"│ +{tokens} │ +2 ", printed)
     assert re.search(r"val_perplexity:\s*\d", printed)
     assert list(Path("runs").rglob("*.ckpt"))
     assert ("offloaded per step" in printed) == offloads
