@@ -46,8 +46,10 @@ def argument_names(function: Callable[..., Any]) -> list[str]:
 def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a method by name, or by position for those that have none."""
     known = argument_names(function)
-    names = [*known, *(str(index) for index in range(len(known), len(args)))]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    given: dict[str, Any] = {}
+    for index, value in enumerate(args):
+        given[known[index] if index < len(known) else str(index)] = value
+    return given | kwargs
 
 
 def has_cache(given: dict[str, Any]) -> bool:

@@ -107,14 +107,28 @@ def set_patch(module: nn.Module, patch: Patch, method: str = "forward") -> None:
         changed = getattr(replaced, "__func__", getattr(type(module), method))
         module.__dict__[place] = replaced
         module.__dict__[method] = MethodType(_dispatcher(method, changed), module)
-    _store(module, method, [*_chain(module.__dict__[place]), patch])
+    # Of two patches with the same place the later one is outside.
+    above = None
+    below = module.__dict__[place]
+    while isinstance(below, Patch) and below.order < patch.order:
+        above = below
+        below = below.below
+    patch.below = below
+    if above is None:
+        module.__dict__[place] = patch
+    else:
+        above.below = patch
 
 
 def remove_patch(module: nn.Module, patch: Patch) -> None:
     """Remove a patch. With the last one of a method the method is restored, unless other code was put above."""
     method = patch.method
     place = _PLACE + method
-    _store(module, method, [other for other in _chain(module.__dict__[place]) if other is not patch])
+    if module.__dict__[place] is patch:
+        module.__dict__[place] = patch.below
+    for other in _chain(module.__dict__[place]):
+        if other.below is patch:
+            other.below = patch.below
     own = module.__dict__[place]
     if isinstance(own, Patch):
         return
@@ -125,17 +139,6 @@ def remove_patch(module: nn.Module, patch: Patch) -> None:
     else:
         # What was put above calls it still, and patches that are set later run in its place.
         module.__dict__[place] = own or MethodType(getattr(type(module), method), module)
-
-
-def _store(module: nn.Module, method: str, patches: Sequence[Patch]) -> None:
-    """Chain the patches of a method in their order. Of two equal ones the later one is outside."""
-    below = module.__dict__[_PLACE + method]
-    while isinstance(below, Patch):
-        below = below.below
-    for patch in sorted(patches, key=lambda patch: patch.order, reverse=True):
-        patch.below = below
-        below = patch
-    module.__dict__[_PLACE + method] = below
 
 
 def remove_patches(model: nn.Module, owner: object) -> None:
@@ -154,13 +157,20 @@ def patch_until(undo: ExitStack, module: nn.Module, patch: Patch) -> None:
 
 def get_patches(module: nn.Module, kind: type[PatchType]) -> list[PatchType]:
     """Return the active patches of that kind on any of the module's methods."""
-    everything = (patch for value in module.__dict__.values() for patch in _chain(value))
-    return [patch for patch in everything if isinstance(patch, kind) and patch.active]
+    found: list[PatchType] = []
+    for value in module.__dict__.values():
+        for patch in _chain(value):
+            if isinstance(patch, kind) and patch.active:
+                found.append(patch)
+    return found
 
 
 def get_patch(module: nn.Module, kind: type[PatchType], method: str = "forward") -> PatchType | None:
     """Return the active patch of that kind on one of the module's methods, if there is one."""
-    return next((patch for patch in get_patches(module, kind) if patch.method == method), None)
+    for patch in get_patches(module, kind):
+        if patch.method == method:
+            return patch
+    return None
 
 
 @contextmanager
