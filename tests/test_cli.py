@@ -35,9 +35,7 @@ STRATEGY = ("--model=CausalLM", "--data=TextFiles", "--trainer.strategy=TiledDDP
 
 @pytest.mark.slow
 def test_short_forms_and_overrides(capsys: pytest.CaptureFixture[str]) -> None:
-    """``tiling: 8`` and ``activation_checkpointing: true`` work as well as the full forms, and both are overridden by
-    ``tiling.num_shards``.
-    """
+    """Short forms, a field in the place of one, registered names and another optimizer are understood."""
     Path("short.yaml").write_text(
         "trainer: {strategy: {class_path: lt_tiled.TiledDDPStrategy,"
         " init_args: {tiling: 8, activation_checkpointing: true}}}\n"
@@ -45,26 +43,11 @@ def test_short_forms_and_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     )
     short = config(capsys, "--config", "short.yaml")["trainer"]["strategy"]["init_args"]
     assert (short["tiling"], short["activation_checkpointing"]) == (8, True)
-    full = config(capsys, "--config", "short.yaml", "--trainer.strategy.tiling.num_shards=4")["trainer"]["strategy"][
-        "init_args"
-    ]
-    assert full["tiling"]["num_shards"] == 4
-    full = config(
-        capsys,
-        *STRATEGY,
-        "--trainer.strategy.tiling.tile_tokens=512",
-        "--trainer.strategy.activation_checkpointing.targets=Block",
-    )
-    init = full["trainer"]["strategy"]["init_args"]
-    assert init["tiling"]["tile_tokens"] == 512
-    assert init["activation_checkpointing"]["targets"] == "Block"
-    quick = config(capsys, "--config", QUICKSTART, "--trainer.strategy.init_args.tiling.num_shards=4")
-    assert quick["trainer"]["strategy"]["init_args"]["tiling"]["num_shards"] == 4
-
-
-def test_registered_names(capsys: pytest.CaptureFixture[str]) -> None:
-    """The strategies' registered names work as a plain string."""
-    assert config(capsys, *STRATEGY[:2], "--trainer.strategy=tiled_ddp")["trainer"]["strategy"] == "tiled_ddp"
+    given = config(capsys, "--config", "short.yaml", "--trainer.strategy.tiling.num_shards=4")["trainer"]["strategy"]
+    assert given["init_args"]["tiling"]["num_shards"] == 4
+    named = config(capsys, *STRATEGY[:2], "--trainer.strategy=tiled_ddp", "--model.optimizer=SGD")
+    assert named["trainer"]["strategy"] == "tiled_ddp"
+    assert named["model"]["init_args"]["optimizer"]["class_path"] == "torch.optim.SGD"
 
 
 PARENTS = {
@@ -98,16 +81,13 @@ def test_help_shows_all_arguments(name: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_every_command_is_known(capsys: pytest.CaptureFixture[str]) -> None:
-    """The help without a command, and the error at an unknown one, list every command."""
-    for args in (["--help"], ["fix"]):
-        with pytest.raises(SystemExit):
-            main(args)
-        printed = capsys.readouterr()
-        for command in ("fit", "validate", "test", "predict", "plan", "verify"):
-            assert command in printed.out + printed.err
+    """The error at an unknown command lists every command."""
+    with pytest.raises(SystemExit):
+        main(["fix"])
+    printed = capsys.readouterr().err
+    assert all(command in printed for command in ("fit", "validate", "test", "predict", "plan", "verify"))
 
 
-UNKNOWN = ["--trainer.strategy.tiling.num_shard=4", "--data.seq_ln=4"]
 SMALL = "--model.config={model_type: llama, vocab_size: 256}"
 VALUES = {
     "--trainer.strategy.tiling.num_shards=0": "num_shards=0 must be 'auto' or an integer of at least 1",
@@ -119,13 +99,12 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("argument", UNKNOWN)
-def test_unknown_keys(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_keys(capsys: pytest.CaptureFixture[str]) -> None:
     """A key that is not known stops the command with its name and exit code 2."""
     with pytest.raises(SystemExit) as stop:
-        main(["fit", *STRATEGY, argument])
+        main(["fit", *STRATEGY, "--trainer.strategy.tiling.num_shard=4"])
     assert stop.value.code == 2
-    assert argument.partition("=")[0].rpartition(".")[2] in capsys.readouterr().err
+    assert "num_shard" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argument", VALUES)
@@ -133,13 +112,6 @@ def test_values_out_of_bounds(argument: str) -> None:
     """A value out of bounds is refused before the first step, with the value and the bound."""
     with pytest.raises(ValueError, match=re.escape(VALUES[argument])):
         main(["fit", *STRATEGY, SMALL, "--trainer.strategy.tiling.self_check=true", argument])
-
-
-def test_another_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
-    """The optimizer of CausalLM is chosen on the command line, with its arguments."""
-    model = config(capsys, *STRATEGY, "--model.optimizer=SGD", "--model.optimizer.lr=0.1")["model"]
-    assert model["init_args"]["optimizer"]["class_path"] == "torch.optim.SGD"
-    assert model["init_args"]["optimizer"]["init_args"]["lr"] == 0.1
 
 
 @pytest.mark.slow
@@ -156,16 +128,11 @@ def test_quickstart(tmp_path: Path) -> None:
     )
     code, printed = command.finish(), command.printed.read_text()
     assert code == 0, printed
-    assert "distributed_backend=gloo" in printed
-    assert len(re.findall(r"4 x LlamaMLP\s+│", printed)) == 1
     assert re.search(r"tiled\s+│ 4 x LlamaMLP\s+│ model.model.layers.\*.mlp\s+│\s+4096\s+│\s+4 ", printed)
-    assert re.search(r"activation checkpointing\s+│ 4 x LlamaDecoderLayer", printed)
     assert re.search(r"peak memory of a step: \d+\.\d\d GiB", printed)
-    assert re.search(r"val_perplexity: *\d", printed)
     (checkpoint,) = Path("runs").rglob("*.ckpt")
     keys = torch.load(checkpoint, weights_only=True)["state_dict"].keys()
-    plain = tiny_llama(num_hidden_layers=4).state_dict().keys()
-    assert set(keys) == {f"model.{key}" for key in plain}
+    assert set(keys) == {f"model.{key}" for key in tiny_llama(num_hidden_layers=4).state_dict()}
 
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -216,31 +183,20 @@ def test_every_config_on_two_cpu_ranks(path: Path, request: pytest.FixtureReques
         *(f"--data.seq_len={tokens}", "--trainer.strategy.tiling.num_shards=2"),
     )
     printed = "".join(both)
-    assert (
-        len(re.findall(r"4 x LlamaMLP\s+│ model\.model\.layers\.\*\.mlp\s+│", printed)) == 1
-    )  # one line, although no terminal is as wide
-    assert re.search(rf"│ +{tokens} │ +2 ", printed)
+    table = rf"4 x LlamaMLP\s+│ model\.model\.layers\.\*\.mlp\s+│ +{tokens} +│ +2 "
+    assert len(re.findall(table, printed)) == 1  # one line, although no terminal is as wide
     assert re.search(r"val_perplexity:\s*\d", printed)
     assert list(Path("runs").rglob("*.ckpt"))
     assert ("offloaded per step" in printed) == offloads
-    if path.stem == "quickstart_offload_cpu_disk":
-        assert re.search(r"offloaded per step: \d\.\d MiB to CPU memory, \d\.\d MiB to disk", printed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["validate", "predict"])
 def test_own_model_and_data(command: str, caplog: pytest.LogCaptureFixture) -> None:
     """``validate`` and ``predict`` run a model and data of the user's own, found by their import path."""
+    options = ("--trainer.strategy=tiled", "--trainer.accelerator=cpu", "--trainer.logger=false")
     with caplog.at_level("INFO"):
-        main(
-            [
-                command,
-                "--model=tests.lit.LitTiny",
-                "--trainer.strategy=tiled",
-                "--trainer.accelerator=cpu",
-                "--trainer.logger=false",
-            ]
-        )
+        main([command, "--model=tests.lit.LitTiny", *options])
     assert "lt_tiled tiles 2 x GatedMLP and applies activation checkpointing to 2 x Block" in caplog.text
 
 
@@ -261,15 +217,9 @@ def test_a_config_is_not_written_over() -> None:
 @pytest.mark.slow
 def test_own_configs(capsys: pytest.CaptureFixture[str]) -> None:
     """``--config configs/...`` is the package's own where there is no such file, and no other argument is touched."""
-    assert (
-        config(capsys, "--config=configs/quickstart.yaml", "--data.paths=configs/x.txt")["data"]["init_args"]["paths"]
-        == "configs/x.txt"
-    )
+    packaged = config(capsys, "--config=configs/quickstart.yaml", "--data.paths=configs/x.txt")
+    assert packaged["data"]["init_args"]["paths"] == "configs/x.txt"
     Path("configs").mkdir()
     Path("configs/quickstart.yaml").write_text("trainer: {max_steps: 7}")
-    assert (
-        config(capsys, "--config", "configs/quickstart.yaml", "--model=CausalLM", "--data=TextFiles")["trainer"][
-            "max_steps"
-        ]
-        == 7
-    )
+    own = config(capsys, "--config", "configs/quickstart.yaml", *STRATEGY[:2])
+    assert own["trainer"]["max_steps"] == 7

@@ -53,7 +53,6 @@ ATTRIBUTES: list[tuple[Callable[[], Any], str]] = [
     (lambda: torch.compile(nn.Linear(1, 1)), "_orig_mod"),
     (lambda: checkpoint_wrapper(nn.Linear(1, 1)), "_checkpoint_wrapped_module"),
     (lambda: fit_loop(), "_combined_loader _data_source"),
-    (lambda: fit_loop().epoch_loop, "_batches_that_stepped"),
     (lambda: tiny_llama(), "_supports_flash_attn _supports_flex_attn _supports_sdpa"),
     (lambda: tiny_llama().config, "_attn_implementation"),
 ]

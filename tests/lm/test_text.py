@@ -133,12 +133,6 @@ def test_resumed_with_validation(text: None) -> None:
     resume(".", [4, 5, 12], {"max_steps": 14, "limit_val_batches": 1, "val_check_interval": 2}, Reading())
 
 
-def test_resumed_after_max_epochs(text: None) -> None:
-    """So does a run that goes on with another epoch after ``max_epochs``."""
-    found = run(ModelCheckpoint(".", "last"), max_epochs=1)
-    assert found + run(None, "last.ckpt", max_epochs=2) == run(None, max_epochs=2)
-
-
 def resume_on_two_ranks(folder: str) -> None:
     options = {"max_steps": 14, "limit_train_batches": 5, "strategy": "ddp", "devices": 2}
     resume(folder, [5, 8], {"paths": f"{folder}/a.txt", **options})
@@ -160,14 +154,12 @@ def test_resumed_again_and_again(text: None) -> None:
     assert found == firsts(run(None, max_steps=30))
 
 
-def test_loader_that_lightning_builds_again(text: None) -> None:
-    """A run that overfits a few batches saves checkpoints under a strategy of several ranks, too."""
+def test_loaders_of_others(text: None) -> None:
+    """A run that overfits a few batches saves checkpoints under DDP, too. Fabric gives each rank a sampler of
+    its own, which it does not where the loader has one.
+    """
     options = {"overfit_batches": 2, "max_steps": 3, "strategy": "ddp", "accelerator": "cpu", "devices": 1}
     assert len(run(ModelCheckpoint(".", "last"), **options)) == 3
-
-
-def test_loader_without_a_trainer(text: None) -> None:
-    """Fabric gives each rank a sampler of its own, which it does not where the loader has one."""
     data = TextFiles(paths="a.txt", seq_len=8, held_out=0.01)
     data.setup("fit")
     assert not isinstance(data.train_dataloader().sampler, DistributedSampler)
@@ -204,13 +196,11 @@ def test_resumed_with_other_batches(text: None, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_default_corpus_is_the_standard_library() -> None:
-    """Without paths the text is the standard library's own source: megabytes of it, the same at each reading."""
-    data, again = TextFiles(seq_len=4096), TextFiles(seq_len=4096)
+    """Without paths the text is the standard library's own source: megabytes of it."""
+    data = TextFiles(seq_len=4096)
     data.setup("fit")
-    again.setup("fit")
     assert len(data.train_dataloader().dataset) > 500
     assert b"import" in bytes(windows(data, "val").flatten().tolist())
-    assert torch.equal(windows(data, "val"), windows(again, "val"))
 
 
 def test_globs_and_single_files(tmp_path: Path) -> None:
@@ -243,31 +233,3 @@ def test_bad_input(text: bytes | None, kwargs: dict[str, object], message: str) 
         Path("a.txt").write_bytes(text)
     with pytest.raises(ValueError, match=message):
         TextFiles(**kwargs).setup("fit")
-
-
-def test_code_of_a_tokenizer_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tokenizer with code of its own raises and asks nothing, unless ``trust_remote_code`` is set."""
-    Path("tokenizer").mkdir()
-    Path("tokenizer/tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Own", null]}}')
-    Path("tokenizer/own.py").write_text(OWN_TOKENIZER)
-    Path("a.txt").write_text("text " * 20)
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", os.path.abspath("modules"))
-    with pytest.raises(ValueError, match="trust_remote_code=True"):
-        TextFiles("a.txt", tokenizer="tokenizer", seq_len=10).setup("fit")
-    assert not Path("was_run").exists()
-    TextFiles("a.txt", tokenizer="tokenizer", seq_len=10, trust_remote_code=True).setup("fit")
-    assert Path("was_run").exists()
-
-
-OWN_TOKENIZER = """
-from pathlib import Path
-from transformers import PreTrainedTokenizer
-Path("was_run").touch()
-class Own(PreTrainedTokenizer):
-    vocab_size = 256
-    def get_vocab(self): return {chr(i): i for i in range(256)}
-    def _tokenize(self, text, **kwargs): return list(text)
-    def _convert_token_to_id(self, token): return ord(token)
-    def _convert_id_to_token(self, index): return chr(index)
-"""
