@@ -16,6 +16,7 @@ from torch.utils.data import DistributedSampler
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from lt_tiled.lm import TextFiles
+from lt_tiled.lm.text import read_text
 from tests.lit import trainer
 from tests.world import World
 
@@ -26,16 +27,19 @@ def windows(data: TextFiles, part: str) -> torch.Tensor:
 
 
 def test_bytes_of_files(tmp_path: Path) -> None:
-    """Each byte of the files is a token once, in train, validation or test, the held-out parts last and in order."""
-    (tmp_path / "a.txt").write_bytes(bytes(range(100)))
-    (tmp_path / "b.txt").write_bytes(bytes(range(100, 200)))
-    data = TextFiles(str(tmp_path), seq_len=10, batch_size=3, held_out=0.1)
+    """Each byte of the files is a token once, in train, validation or test, the held-out parts last and in order.
+    Directories, globs and single files are read in order.
+    """
+    for index, name in enumerate(("a.txt", "b.txt", "c.log", "d.md")):
+        (tmp_path / name).write_bytes(bytes(range(50 * index, 50 * index + 50)))
+    assert read_text(str(tmp_path)) == bytes([*range(100), *range(150, 200)])
+    data = TextFiles([str(tmp_path / name) for name in ("[ab].txt", "c.log", "*.md")], seq_len=10, held_out=0.1)
     data.setup("fit")
-    assert windows(data, "val").flatten().tolist() == list(range(160, 180))
-    assert windows(data, "test").flatten().tolist() == list(range(180, 200))
-    assert sorted(windows(data, "train").flatten().tolist()) == list(range(160))
-    assert windows(data, "train").dtype == torch.long
     assert data.vocab_size == 256
+    assert windows(data, "train").dtype == torch.long
+    assert sorted(windows(data, "train").flatten().tolist()) == [*range(160)]
+    assert windows(data, "val").flatten().tolist() == [*range(160, 180)]
+    assert windows(data, "test").flatten().tolist() == [*range(180, 200)]
 
 
 def save_words(directory: str, tile: int) -> None:
@@ -78,6 +82,13 @@ class Noting(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class Reading(Callback):
+    """Reads the loader of the run at the end of each epoch."""
+
+    def on_train_epoch_end(self, run: Trainer, module: LightningModule) -> None:
+        assert len([*run.train_dataloader]) == len(run.train_dataloader)
+
+
 def run(callback: Callback | None, ckpt_path: str | None = None, failing: int = -1, **options: Any) -> list[Any]:
     """Train on ``a.txt`` and return what was noted, with options of the data and of the Trainer."""
     own = {name: options.pop(name) for name in ("paths", "seq_len", "batch_size") if name in options}
@@ -95,12 +106,12 @@ def firsts(seen: list[tuple[int, ...]]) -> list[int]:
     return [tokens[0] for _, _, *tokens in seen]
 
 
-def resume(folder: str, saved: list[int], options: dict[str, Any], *callbacks: Callback) -> None:
+def resume(folder: str, saved: list[int], options: dict[str, Any]) -> None:
     """Train, and then again from the checkpoints after so many steps."""
     saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
     all_steps = run(saving, **options)
     for step in saved:
-        assert run(*callbacks or (None,), f"{folder}/step={step}.ckpt", **options) == all_steps[step:]
+        assert run(Reading(), f"{folder}/step={step}.ckpt", **options) == all_steps[step:]
 
 
 @pytest.fixture
@@ -115,22 +126,15 @@ def text() -> None:
         ([3, 12], {"max_steps": 14}),
         ([3, 10, 13], {"max_steps": 14, "limit_train_batches": 10}),
         ([5, 12, 17], {"max_epochs": 2}),
+        ([4, 5, 12], {"max_steps": 14, "limit_val_batches": 1, "val_check_interval": 2}),
     ],
     ids=str,
 )
 def test_resumed_in_an_epoch(saved: list[int], options: dict[str, Any], text: None) -> None:
-    """A run that is resumed in an epoch, or at its end, gets the batches that an undisturbed one gets."""
+    """A run that is resumed in an epoch, or at its end, gets the batches that an undisturbed one gets. What else reads
+    the loader gets each batch.
+    """
     resume(".", saved, options)
-
-
-def test_resumed_with_validation(text: None) -> None:
-    """So does a run that validates during an epoch. What else reads the loader meanwhile gets each batch."""
-
-    class Reading(Callback):
-        def on_train_epoch_end(self, run: Trainer, module: LightningModule) -> None:
-            assert len([*run.train_dataloader]) == 12
-
-    resume(".", [4, 5, 12], {"max_steps": 14, "limit_val_batches": 1, "val_check_interval": 2}, Reading())
 
 
 def resume_on_two_ranks(folder: str) -> None:
@@ -179,17 +183,13 @@ def test_saved_in_a_step(text: None, failing: int) -> None:
     assert found + run(None, "on_exception.ckpt", max_steps=14) == run(None, max_steps=14)
 
 
-def test_resumed_with_other_batches(text: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_with_other_batches(text: None) -> None:
     """With batches that are not those of the checkpoint a run raises in the middle of an epoch, and not at its end."""
     run(ModelCheckpoint(".", "{step}", save_top_k=-1, every_n_train_steps=1), max_steps=12)
     for name, now, before in (("seq_len", 4, 8), ("batch_size", 2, 1)):
-        with pytest.raises(ValueError, match=rf"with {{.*'{name}': {before}.*}}: resume"):
+        with pytest.raises(ValueError, match=rf"with {{.*'{name}': {before}.*}}: resume with the same, or from"):
             run(None, "step=3.ckpt", max_steps=14, **{name: now})
     assert len(run(None, "step=12.ckpt", max_steps=14, batch_size=2)) == 2
-    with monkeypatch.context() as patched:
-        patched.setenv("PL_GLOBAL_SEED", "1")
-        with pytest.raises(ValueError, match=r"with {'seed': None}: resume with the same, or from"):
-            run(None, "step=3.ckpt", max_steps=14)
     Path("a.txt").write_bytes(bytes(range(120)))
     with pytest.raises(ValueError, match=r"with {'sequences': 12}: resume"):
         run(None, "step=3.ckpt", max_steps=14)
@@ -201,16 +201,6 @@ def test_default_corpus_is_the_standard_library() -> None:
     data.setup("fit")
     assert len(data.train_dataloader().dataset) > 500
     assert b"import" in bytes(windows(data, "val").flatten().tolist())
-
-
-def test_globs_and_single_files(tmp_path: Path) -> None:
-    """Globs and single files are read in order."""
-    for name in ("b.log", "a.log", "c.md"):
-        (tmp_path / name).write_text(name[0] * 50)
-    data = TextFiles([str(tmp_path / "*.log"), str(tmp_path / "c.md")], seq_len=10)
-    data.setup("fit")
-    text = bytes(torch.cat([windows(data, "val"), windows(data, "test")]).flatten().tolist())
-    assert text == b"c" * 20
 
 
 @pytest.mark.parametrize(
