@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,8 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lt_tiled
-from lt_tiled import ActivationCheckpointing
 from lt_tiled.callbacks import Tiled
 from lt_tiled.fabric import TiledSingleDeviceStrategy
-from tests.architectures import ARCHITECTURES
 from tests.lit import replaced
 from tests.models import TinyLM, lm_loss
 from tests.parity import near
@@ -38,7 +35,7 @@ def train(strategy: Any, **kwargs: Any) -> tuple[list[float], TinyLM, Fabric]:
     return losses, net, fabric
 
 
-@pytest.mark.parametrize("strategy", [TiledSingleDeviceStrategy(tiling=4), TiledSingleDeviceStrategy(), "tiled"])
+@pytest.mark.parametrize("strategy", [TiledSingleDeviceStrategy(tiling=4), "tiled"])
 def test_losses_are_the_stock_strategys(strategy: Any) -> None:
     """Losses are those of stock Fabric; the model is marked until the strategy releases it."""
     plain, _, _ = train("auto")
@@ -47,18 +44,6 @@ def test_losses_are_the_stock_strategys(strategy: Any) -> None:
     assert replaced(net) == 6
     fabric.strategy.release()
     assert replaced(net) == 0
-
-
-def test_a_model_without_an_mlp_to_tile(caplog: pytest.LogCaptureFixture) -> None:
-    """It trains with activation checkpointing and a warning."""
-    architecture = ARCHITECTURES["RWKV"]
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy())
-    model = fabric.setup_module(architecture.build())
-    fabric.backward(model(**architecture.feed(model)).loss)
-    assert all(p.grad is not None for p in model.parameters())
-    assert f"Tiling found no MLP in {architecture.model}" in caplog.text
-    assert "The model trains without it." in caplog.text
-    assert "lt_tiled applies activation checkpointing to 2 x" in caplog.text
 
 
 def test_registered_names() -> None:
@@ -91,22 +76,3 @@ def test_the_device_follows_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> 
     """The single-device strategy takes the accelerator's device."""
     monkeypatch.setattr(CPUAccelerator, "get_parallel_devices", staticmethod(lambda devices: [torch.device("meta")]))
     assert Fabric(accelerator="cpu", devices=1, strategy=TiledSingleDeviceStrategy()).device == torch.device("meta")
-
-
-def test_offload(tmp_path: Path) -> None:
-    """Offloading through Fabric, by the strategy and by the callback, leaves losses bit for bit those of
-    checkpointing.
-    """
-    plain, _, _ = train(TiledSingleDeviceStrategy(tiling=None))
-    policy = {"offload": "disk", "directory": str(tmp_path)}
-    by_strategy, _, fabric = train(
-        TiledSingleDeviceStrategy(tiling=None, activation_checkpointing=ActivationCheckpointing(**policy))
-    )
-    callback = Tiled(None, ActivationCheckpointing(**policy))
-    by_callback, _, _ = train("auto", callbacks=[callback])
-    assert by_strategy == by_callback == plain
-    found = [prepared[0].offloader.stats for prepared in (fabric.strategy.prepared, callback.prepared)]
-    assert found[0].disk_bytes == found[1].disk_bytes > 0
-    fabric.strategy.release()
-    callback.release()
-    assert list(tmp_path.iterdir()) == []
