@@ -15,27 +15,24 @@ BATCH, LENGTH, VOCAB = 2, 64, 64
 H, WIDE, HEADS = 32, 192, 4
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": H,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": 2,
-    "head_dim": H // HEADS,
-    "max_position_embeddings": LENGTH,
-    "pad_token_id": 0,
-    "attention_dropout": 0.0,
+    **{"vocab_size": VOCAB, "pad_token_id": 0, "max_position_embeddings": LENGTH, "attention_dropout": 0.0},
+    **{"hidden_size": H, "n_embd": H, "d_model": H, "dim": H, "word_embed_proj_dim": H},
+    **dict.fromkeys(["intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim"], WIDE),
+    **dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], WIDE),
+    **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"], 2),
+    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads"], HEADS),
+    **dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], HEADS),
+    **{"num_key_value_heads": 2, "head_dim": H // HEADS, "d_kv": 8, "n_positions": LENGTH, "max_seq_len": LENGTH},
+    # Experts, and latent attention
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": WIDE, "shared_expert_intermediate_size": WIDE, "n_group": 2, "topk_group": 1},
+    **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    # Mamba 2 and delta rules
+    **{"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16},
+    **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
-_GPT2 = {"vocab_size": VOCAB, "n_embd": H, "n_layer": 2, "n_head": HEADS, "n_inner": WIDE, "n_positions": LENGTH}
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": WIDE}
-_VISION: dict[str, Any] = {
-    "hidden_size": H,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "image_size": 64,
-    "patch_size": 8,
-}
+"""The sizes, by each of the names that configs of transformers have for them. A config ignores those of others."""
+_VISION = {**_SIZES, "image_size": 64, "patch_size": 8}
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,7 @@ class Architecture:
     model: str
     config: str
     fields: dict[str, Any]
+    """Those of the config; ``None`` leaves one of the sizes out."""
     finds: bool = True
     """Whether ``auto`` finds MLPs. ``docs/models.md`` says which."""
     inputs: Callable[[Any], dict[str, torch.Tensor]] | None = None
@@ -65,7 +63,8 @@ class Architecture:
         import transformers
 
         torch.manual_seed(0)
-        config = getattr(transformers, self.config)(**self.fields)
+        fields = {name: value for name, value in self.fields.items() if value is not None}
+        config = getattr(transformers, self.config)(**fields)
         config._experts_implementation = experts
         model = getattr(transformers, self.model)(config).to(dtype).train()
         for module in model.modules():
@@ -87,27 +86,21 @@ def _text(model: Any) -> dict[str, torch.Tensor]:
     return {"input_ids": _ids(), "labels": _ids()}
 
 
+def _floats(model: Any, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(2)).to(model.dtype)
+
+
 def _pixels(model: Any) -> torch.Tensor:
-    return torch.randn(BATCH, 3, 64, 64, generator=torch.Generator().manual_seed(2)).to(model.dtype)
+    return _floats(model, BATCH, 3, 64, 64)
 
 
-def _images(model: Any) -> dict[str, torch.Tensor]:
-    return {"pixel_values": _pixels(model), "labels": torch.tensor([0, 1])}
+def _classified(name: str, *shape: int) -> Callable[[Any], dict[str, torch.Tensor]]:
+    """Return what gives a model inputs of a shape under a name, and classes."""
+    return lambda model: {name: _floats(model, BATCH, *shape), "labels": torch.tensor([0, 1])}
 
 
 def _speech(model: Any) -> dict[str, torch.Tensor]:
-    sound = torch.randn(BATCH, 16, 2 * LENGTH, generator=torch.Generator().manual_seed(2)).to(model.dtype)
-    return {"input_features": sound, "labels": _ids()}
-
-
-def _spectrum(model: Any) -> dict[str, torch.Tensor]:
-    sound = torch.randn(BATCH, LENGTH, 16, generator=torch.Generator().manual_seed(2)).to(model.dtype)
-    return {"input_features": sound, "labels": torch.tensor([0, 1])}
-
-
-def _waves(model: Any) -> dict[str, torch.Tensor]:
-    sound = torch.randn(BATCH, 10 * LENGTH, generator=torch.Generator().manual_seed(2)).to(model.dtype)
-    return {"input_values": sound, "labels": torch.tensor([0, 1])}
+    return {"input_features": _floats(model, BATCH, 16, 2 * LENGTH), "labels": _ids()}
 
 
 def _images_and_titles(model: Any) -> dict[str, Any]:
@@ -135,7 +128,7 @@ def _gemma3_images(model: Any) -> dict[str, torch.Tensor]:
 
 def _qwen3_vl_images(model: Any) -> dict[str, torch.Tensor]:
     inputs = _images_in_text(model)
-    patches = torch.randn(BATCH * 64, 3 * 2 * 8 * 8, generator=torch.Generator().manual_seed(2)).to(model.dtype)
+    patches = _floats(model, BATCH * 64, 3 * 2 * 8 * 8)
     kinds = (inputs["input_ids"] == model.config.image_token_id).int()
     grid = torch.tensor([[1, 8, 8]] * BATCH)
     return {**inputs, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": kinds}
@@ -157,27 +150,17 @@ def _masked(name: str, **more: Any) -> Architecture:
 
 
 def _vision(name: str, **more: Any) -> Architecture:
-    return _of(f"{name}ForImageClassification", inputs=_images, **{"base": _VISION, **more})
+    return _of(
+        f"{name}ForImageClassification", inputs=_classified("pixel_values", 3, 64, 64), **{"base": _VISION, **more}
+    )
 
 
 def _seq2seq(name: str, **more: Any) -> Architecture:
     return _of(f"{name}ForConditionalGeneration", **more)
 
 
-_DEEPSEEK = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
-_DEEPSEEK |= {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-_DEEPSEEK |= {"moe_intermediate_size": WIDE, "num_key_value_heads": HEADS}
-_T5 = {"vocab_size": VOCAB, "d_model": H, "d_ff": WIDE, "d_kv": 8, "num_layers": 2, "num_heads": HEADS}
-_T5 |= {"decoder_start_token_id": 0}
-_STACKS = {"vocab_size": VOCAB, "d_model": H, "encoder_layers": 2, "decoder_layers": 2}
-_STACKS |= {"encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS}
-_STACKS |= {"encoder_ffn_dim": WIDE, "decoder_ffn_dim": WIDE}
-_WHISPER = {**_STACKS, "num_mel_bins": 16, "max_source_positions": LENGTH, "max_target_positions": LENGTH}
-_WHISPER |= {"pad_token_id": 0, "decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
-_BART = {**_STACKS, "max_position_embeddings": LENGTH}
-_OPT = {"ffn_dim": WIDE, "word_embed_proj_dim": H}
-_FALCON = {name: value for name, value in _SIZES.items() if name != "head_dim"}
-_MPT = {"vocab_size": VOCAB, "d_model": H, "n_heads": 1, "n_layers": 2, "max_seq_len": LENGTH}
+_WHISPER = {"num_mel_bins": 16, "max_source_positions": LENGTH, "max_target_positions": LENGTH}
+_WHISPER |= {"decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA_4 = {"intermediate_size_mlp": WIDE, "interleave_moe_layer_step": 2}
 _GEMMA_3 = {"text_config": _SIZES, "vision_config": _VISION, "mm_tokens_per_image": 16, "image_token_id": 1}
 _MOBILE_BERT = {"embedding_size": H, "intra_bottleneck_size": 16, "num_feedforward_networks": 2}
@@ -185,32 +168,31 @@ _SEES = {"depth": 2, "hidden_size": H, "intermediate_size": WIDE, "num_heads": H
 _SEES |= {"out_hidden_size": H, "spatial_merge_size": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
 _QWEN3_VL = {"image_token_id": 1, "video_token_id": 2, "vision_start_token_id": 3, "vision_end_token_id": 4}
 _QWEN3_VL |= {"text_config": _SIZES, "vision_config": _SEES}
-_GPT_NEO = {"vocab_size": VOCAB, "hidden_size": H, "num_layers": 2, "num_heads": HEADS, "intermediate_size": WIDE}
-_GPT_NEO |= {"max_position_embeddings": LENGTH, "attention_types": [[["global", "local"], 1]], "window_size": 16}
-_DISTILBERT = {"vocab_size": VOCAB, "dim": H, "hidden_dim": WIDE, "n_layers": 2, "n_heads": HEADS}
-_DISTILBERT |= {"max_position_embeddings": LENGTH}
-_MAMBA_2 = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16}
-_ZAMBA_2 = {"mamba_d_state": 8, "mamba_headdim": 16, "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 16}
-_ZAMBA_2 |= {"num_mem_blocks": 1, "hybrid_layer_ids": [0, 1], "layers_block_type": ["hybrid", "hybrid"]}
+_ZAMBA_2 = {"mamba_headdim": 16, "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 16, "num_mem_blocks": 1}
+_ZAMBA_2 |= {"hybrid_layer_ids": [0, 1], "layers_block_type": ["hybrid", "hybrid"]}
 _JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
 _JAMBA |= {"use_mamba_kernels": False, "mamba_d_state": 4, "mamba_expand": 1}
-_QWEN3_NEXT = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
-_QWEN3_NEXT |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
-_QWEN3_NEXT |= {"shared_expert_intermediate_size": WIDE}
 _GEMMA_3N = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
 _GEMMA_3N |= {"laurel_rank": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA_3N |= {"activation_sparsity_pattern": [0.9, 0.0]}
 _LONGCAT = {"ffn_hidden_size": WIDE, "expert_ffn_hidden_size": WIDE, "moe_topk": 2, "zero_expert_num": 1}
-_LONGCAT = _DEEPSEEK | _LONGCAT | {"num_layers": 1}
-_WAV2VEC2: dict[str, Any] = {"hidden_size": H, "intermediate_size": WIDE, "num_hidden_layers": 2}
-_WAV2VEC2 |= {"num_attention_heads": HEADS, "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (5, 2)}
+_LONGCAT |= {"num_layers": 1, "num_key_value_heads": HEADS}
+_WAV2VEC2: dict[str, Any] = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (5, 2)}
 _WAV2VEC2 |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
 _WAV2VEC2 |= {"classifier_proj_size": 8, "apply_spec_augment": False, "layerdrop": 0.0}
 _WAV2VEC2_BERT = {**_WAV2VEC2, "feature_projection_input_dim": 16, "conv_depthwise_kernel_size": 7}
 _SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "num_attention_heads": [2, 4]}
-_LEVIT = {"image_size": 64, "hidden_sizes": [16, 16, 32], "num_attention_heads": [2, 2, 4], "depths": [1, 1, 1]}
+_SWIN |= {"image_size": 64, "patch_size": 8}
+_LEVIT = {"patch_size": None, "hidden_sizes": [16, 16, 32], "num_attention_heads": [2, 2, 4], "depths": [1, 1, 1]}
 _LEVIT |= {"key_dim": [8] * 3}
-_HIERA = {"embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2], "image_size": [64, 64], "num_query_pool": 1}
+_HIERA = {
+    "patch_size": None,
+    "embed_dim": 16,
+    "depths": [1, 1],
+    "num_heads": [1, 2],
+    "image_size": [64, 64],
+    "num_query_pool": 1,
+}
 _FEW_PATCHES = {**_VISION, "patch_size": 16}
 _CLIP = {"text_config": {**_SIZES, "eos_token_id": 2}, "vision_config": _FEW_PATCHES, "projection_dim": 16}
 _LLAVA = {"text_config": {**_SIZES, "model_type": "llama"}, "image_token_id": 1}
@@ -234,14 +216,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma": _causal("Gemma", error=1e-6),
     "Gemma 2": _causal("Gemma2", error=1e-6),
     "Gemma 3": _causal("Gemma3", "Gemma3TextConfig", error=1e-6),
-    "GPT-2": _of("GPT2LMHeadModel", "GPT2Config", base=_GPT2, more_flops=_LAST),
-    "GPT-J": _causal("GPTJ", base=_GPT2, rotary_dim=4, error=1e-6),
+    "GPT-2": _of("GPT2LMHeadModel", "GPT2Config", more_flops=_LAST),
+    "GPT-J": _causal("GPTJ", rotary_dim=4, error=1e-6),
     "GPT-NeoX": _causal("GPTNeoX"),
-    "OPT": _causal("OPT", finds=False, **_OPT),
-    "OPT, post-norm": _causal("OPT", finds=False, **_OPT, do_layer_norm_before=False),
-    "Falcon": _causal("Falcon", base=_FALCON, ffn_hidden_size=WIDE, more_flops=_LAST),
-    "BLOOM": _causal("Bloom", more_flops=_LAST, n_head=HEADS, n_layer=2),
-    "MPT": _causal("Mpt", base=_MPT, more_flops=_LAST),
+    "OPT": _causal("OPT", finds=False),
+    "OPT, post-norm": _causal("OPT", finds=False, do_layer_norm_before=False),
+    "Falcon": _causal("Falcon", head_dim=None, ffn_hidden_size=WIDE, more_flops=_LAST),
+    "BLOOM": _causal("Bloom", more_flops=_LAST),
+    "MPT": _causal("Mpt", n_heads=1, more_flops=_LAST),
     "OLMo 2": _causal("Olmo2"),
     "GLM-4": _causal("Glm4"),
     "Cohere": _causal("Cohere"),
@@ -249,23 +231,27 @@ ARCHITECTURES: dict[str, Architecture] = {
     "EXAONE 4": _causal("Exaone4"),
     "SmolLM 3": _causal("SmolLM3"),
     "StarCoder 2": _causal("Starcoder2"),
-    "Mixtral": _causal("Mixtral", **_EXPERTS),
-    "Qwen 2 MoE": _causal("Qwen2Moe", **_EXPERTS, shared_expert_intermediate_size=WIDE),
-    "Qwen 3 MoE": _causal("Qwen3Moe", **_EXPERTS),
-    "GPT-OSS": _causal("GptOss", **_EXPERTS),
-    "DeepSeek V3": _causal("DeepseekV3", **_DEEPSEEK, error=1e-6, more_flops=_LAST),
-    "OLMoE": _causal("Olmoe", **_EXPERTS),
-    "Granite MoE": _causal("GraniteMoe", **_EXPERTS),
-    "Llama 4 (text)": _causal("Llama4", "Llama4TextConfig", more_flops=_LAST, **_EXPERTS, **_LLAMA_4),
-    "T5": _seq2seq("T5", base=_T5, more_flops=_LAST),
-    "BART": _seq2seq("Bart", finds=False, base=_BART),
+    "Mixtral": _causal("Mixtral"),
+    "Qwen 2 MoE": _causal("Qwen2Moe"),
+    "Qwen 3 MoE": _causal("Qwen3Moe"),
+    "GPT-OSS": _causal("GptOss"),
+    "DeepSeek V3": _causal(
+        "DeepseekV3", first_k_dense_replace=1, num_key_value_heads=HEADS, error=1e-6, more_flops=_LAST
+    ),
+    "OLMoE": _causal("Olmoe"),
+    "Granite MoE": _causal("GraniteMoe"),
+    "Llama 4 (text)": _causal("Llama4", "Llama4TextConfig", more_flops=_LAST, **_LLAMA_4),
+    "T5": _seq2seq("T5", decoder_start_token_id=0, more_flops=_LAST),
+    "BART": _seq2seq("Bart", finds=False),
     "BERT": _masked("Bert"),
     "RoBERTa": _masked("Roberta", max_position_embeddings=LENGTH + 2),
     "ViT": _vision("ViT"),
-    "Whisper": _seq2seq("Whisper", finds=False, base=_WHISPER, inputs=_speech),
+    "Whisper": _seq2seq("Whisper", finds=False, **_WHISPER, inputs=_speech),
     "Qwen 3-VL": _seq2seq("Qwen3VL", base=_QWEN3_VL, inputs=_qwen3_vl_images),
     "Gemma 3 (image and text)": _seq2seq("Gemma3", base=_GEMMA_3, inputs=_gemma3_images, error=1e-6),
-    "GPT-Neo": _causal("GPTNeo", base=_GPT_NEO, error=1e-6),  # its attention computes in float32
+    "GPT-Neo": _causal(
+        "GPTNeo", attention_types=[[["global", "local"], 1]], window_size=16, error=1e-6
+    ),  # its attention computes in float32
     "StableLM, parallel": _causal("StableLm", use_parallel_residual=True, qk_layernorm=True),
     "Nemotron": _causal("Nemotron"),
     "OLMo": _causal("Olmo"),
@@ -276,29 +262,28 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma 3n": _causal(
         "Gemma3n", "Gemma3nTextConfig", **_GEMMA_3N, error=1e-6, more_flops="AltUp and the per-layer inputs read it"
     ),
-    "PhiMoE": _causal("Phimoe", **_EXPERTS, router_jitter_noise=0.0, input_jitter_noise=0.0, error=1e-6),
-    "JetMoE": _causal("JetMoe", **_EXPERTS, kv_channels=8),
+    "PhiMoE": _causal("Phimoe", router_jitter_noise=0.0, input_jitter_noise=0.0, error=1e-6),
+    "JetMoE": _causal("JetMoe", kv_channels=8),
     "LongCat-Flash": _causal(
         "LongcatFlash", **_LONGCAT, error=1e-6, more_flops="a second attention follows in the block"
     ),
-    "MiniMax": _causal(
-        "MiniMax", **_EXPERTS, block_size=16, layer_types=["linear_attention", "full_attention"], error=1e-6
-    ),
+    "MiniMax": _causal("MiniMax", block_size=16, layer_types=["linear_attention", "full_attention"], error=1e-6),
     "Mamba": _causal("Mamba", finds=False),
     "RWKV": _causal("Rwkv", finds=False),
-    "Jamba": _causal("Jamba", **_EXPERTS, **_JAMBA, error=1e-6),
+    "Jamba": _causal("Jamba", **_JAMBA, error=1e-6),
     "Zamba 2": _causal("Zamba2", more_flops="the Mamba layer after it reads it", **_ZAMBA_2),
-    "Falcon H1": _causal("FalconH1", more_flops=_LAST, mamba_d_ssm=64, **_MAMBA_2),
-    "Qwen 3-Next": _causal("Qwen3Next", **_EXPERTS, **_QWEN3_NEXT, error=1e-6),
+    "Falcon H1": _causal("FalconH1", more_flops=_LAST, mamba_d_ssm=64),
+    "Qwen 3-Next": _causal("Qwen3Next", layer_types=["linear_attention", "full_attention"], error=1e-6),
     "Granite 4 (hybrid)": _causal(
         "GraniteMoeHybrid",
-        **(_EXPERTS | _MAMBA_2 | {"shared_intermediate_size": WIDE, "layer_types": ["mamba", "attention"]}),
+        shared_intermediate_size=WIDE,
+        layer_types=["mamba", "attention"],
         error=1e-6,
         more_flops="the shared expert, which runs after the routed ones, is a module of its own",
     ),
     "LFM 2": _causal("Lfm2", block_ff_dim=WIDE, layer_types=["conv", "full_attention"]),
     "ModernBERT": _masked("ModernBert", local_attention=16),
-    "DistilBERT": _masked("DistilBert", base=_DISTILBERT, more_flops=_POST_NORM),
+    "DistilBERT": _masked("DistilBert", more_flops=_POST_NORM),
     "MobileBERT": _masked("MobileBert", more_flops="the next MLP of the block reads it", **_MOBILE_BERT),
     "FNet": _masked("FNet"),
     "ALBERT": _masked("Albert", more_flops=_POST_NORM, embedding_size=16),
@@ -310,14 +295,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "BEiT": _vision("Beit", more_flops=_LAYER_SCALE, layer_scale_init_value=0.1),
     "DINOv2 with registers": _vision("Dinov2WithRegisters", mlp_ratio=6, use_swiglu_ffn=True),
-    "Swin": _vision("Swin", **_SWIN),
-    "Hiera": _vision("Hiera", base=_HIERA),
-    "LeViT": _vision("Levit", finds=False, base=_LEVIT),
-    "wav2vec 2.0": _of("Wav2Vec2ForSequenceClassification", base=_WAV2VEC2, inputs=_waves, more_flops=_POST_NORM),
+    "Swin": _vision("Swin", base=_SWIN),
+    "Hiera": _vision("Hiera", **_HIERA),
+    "LeViT": _vision("Levit", finds=False, **_LEVIT),
+    "wav2vec 2.0": _of(
+        "Wav2Vec2ForSequenceClassification",
+        **_WAV2VEC2,
+        inputs=_classified("input_values", 10 * LENGTH),
+        more_flops=_POST_NORM,
+    ),
     "wav2vec 2.0-BERT": _of(
         "Wav2Vec2BertForSequenceClassification",
-        base=_WAV2VEC2_BERT,
-        inputs=_spectrum,
+        **_WAV2VEC2_BERT,
+        inputs=_classified("input_features", LENGTH, 16),
         more_flops="the attention after the first MLP, and the last norm, read it",
     ),
     "CLIP": _of("CLIPModel", "CLIPConfig", base=_CLIP, inputs=_images_and_titles),
