@@ -21,9 +21,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,8 @@ def _few(rows: int) -> int:
     return min(FEW, rows // 32)
 
 
-class Sample(NamedTuple):
+@dataclass(frozen=True)
+class Sample:
     """The fingerprints of a forward pass and of its recompute."""
 
     name: str
@@ -105,7 +107,7 @@ class _Verdict:
     def add(self, sample: Sample) -> None:
         """Compare a sample at the end of the backward pass that runs now."""
         if sample.now.shape != sample.before.shape:
-            sample = sample._replace(now=torch.full_like(sample.before, torch.nan))
+            sample = replace(sample, now=torch.full_like(sample.before, torch.nan))
         task = torch._C._current_graph_task_id()
         if task != self.task:  # each callback reads its own samples, so that another backward pass may run inside
             self.task = task
