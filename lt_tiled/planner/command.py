@@ -11,15 +11,17 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lt_tiled.memory import gib
 from lt_tiled.planner.job import make_job
-from lt_tiled.planner.picture import draw_step
-from lt_tiled.planner.search import cheapest, longest, plan, render
+from lt_tiled.planner.search import cheapest, longest, plan
 from lt_tiled.planner.simulate import Plan
-from lt_tiled.planner.speed import GPU
+from lt_tiled.planner.speed import GPU, MACHINES, predict
 from lt_tiled.policies import check_count, parse_bytes
 
 _STRATEGIES = {"single": "SingleDevice", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "ModelParallel"}
 """The strategies of this package by engine, but for DeepSpeed's."""
+POINTS = 2000
+"""The number of moments in a plot."""
 
 
 def run_plan(
@@ -100,3 +102,54 @@ def _as_config(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict[st
     if "seq_len" in data.get("init_args", {}):
         result["data"] = {"class_path": data["class_path"], "init_args": {"seq_len": found.tokens}}
     return result
+
+
+def render(found: Plan, memory: int | None = None, gpu: GPU = "h100") -> str:
+    """Return a plan as text; with the ``memory`` of a device in bytes, also whether it fits."""
+    lines = [f"{found.name}, {found.tokens} tokens"]
+    for part, nbytes in (found.parts | {"predicted peak of a rank": found.peak}).items():
+        lines.append(f"  {part:24} {gib(nbytes):>12} {nbytes / found.peak:5.0%}")
+    lines.append(f"Settings: {found.settings}.")
+    lines.append(f"The peak occurs in the {found.phase} phase.")
+    forward = found.forward.total() / 1e12
+    lines.append(f"FLOPs: {found.flops / 1e12:.3g} TFLOP per step, {forward:.3g} TFLOP in the forward pass.")
+    moved = found.offloaded
+    if moved.cpu_bytes or moved.disk_bytes:
+        lines.append(f"Offloaded: {gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk per step.")
+    speed = predict(found, MACHINES[gpu])
+    lines.append(
+        f"Speed on {gpu}: {speed.tokens_per_second:,.0f} tokens per second on {found.settings.engine.ranks} of them,"
+        f" {speed.seconds:.3g} s per step, bound by {speed.bound}."
+    )
+    if memory is not None and found.peak <= memory:
+        lines.append(f"It fits into {gib(memory)}, with {gib(memory - found.peak)} to spare.")
+    elif memory is not None:
+        lines.append(f"It takes {gib(found.peak - memory)} more than {gib(memory)}.")
+    return "\n".join(lines)
+
+
+def draw_step(found: Plan, path: str | Path, memory: int | None = None) -> None:
+    """Plot memory over a step, stacked by part, in a format of matplotlib such as ``.png``, ``.svg`` or ``.pdf``.
+
+    ``memory`` is that of a device in bytes, drawn as a line.
+    """
+    from matplotlib.figure import Figure
+
+    # 1. The bytes of each part, at equal distances and at the peak.
+    rows = found.over_time()
+    start = found.phases["forward"]
+    end = len(found.events) - start
+    moments = sorted({*range(0, end, 1 + end // POINTS), found.peak_at - start})
+    stack = [[row[moment] / 2**30 for moment in moments] for row in rows.values()]
+    figure = Figure(figsize=(6, 4), layout="constrained", dpi=150)
+    axis = figure.subplots()
+    axis.stackplot(moments, stack, labels=list(rows))
+    # 2. Lines where each phase begins, and at the memory of the device.
+    for phase, moment in found.phases.items():
+        axis.axvline(moment - start, color="black", linewidth=0.5, linestyle=":")
+        axis.text(moment - start, found.peak / 2**30, f" {phase}", fontsize=7)
+    if memory:
+        axis.axhline(memory / 2**30, color="black", linewidth=1, linestyle="--")
+    axis.set(title=f"peak {gib(found.peak)}", xticks=[], xlabel="allocations, in their order", ylabel="GiB")
+    figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    figure.savefig(path)

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.namespaces import is_a
 from lt_tiled.planner.fake import FakeLedger
+from lt_tiled.planner.ledger import Allocation
 from lt_tiled.tiling.patch import whole_modules
 from lt_tiled.training_step.step import stepped_on
 
@@ -46,11 +47,11 @@ class Engine:
 
 def engine_of(strategy: Any, ranks: int) -> Engine:
     """Return the engine of a strategy, of Lightning or of this package."""
+    zero: dict[str, Any] = {}
     if is_a(strategy, "FSDPStrategy"):
         return Engine("fsdp", ranks)
     if is_a(strategy, "ModelParallelStrategy"):
         return Engine("fsdp2", ranks)
-    zero: dict[str, Any] = {}
     if is_a(strategy, "DeepSpeedStrategy"):  # which is DDP's, too
         zero = strategy.config.get("zero_optimization", {})
     elif is_a(strategy, "DDPStrategy"):  # Lightning keeps DDP's arguments in a private attribute only
@@ -71,17 +72,13 @@ def engine_of(strategy: Any, ranks: int) -> Engine:
     )
 
 
-@contextmanager
-def mesh_of(engine: Engine) -> Iterator[DeviceMesh | None]:
-    """Make the device mesh of FSDP, on a process group that communicates nothing. Its tensors are real."""
+def mesh_of(engine: Engine, stack: ExitStack) -> DeviceMesh | None:
+    """Return the device mesh of FSDP, on a process group that communicates nothing. Its tensors are real."""
     if not engine.name.startswith("fsdp"):
-        yield None
-        return
+        return None
     dist.init_process_group("fake", rank=0, world_size=engine.ranks)
-    try:
-        yield init_device_mesh("cpu", (engine.ranks,))
-    finally:
-        dist.destroy_process_group()
+    stack.callback(dist.destroy_process_group)
+    return init_device_mesh("cpu", (engine.ranks,))
 
 
 def share_weights(engine: Engine, model: nn.Module, ledger: FakeLedger, mesh: DeviceMesh | None) -> None:
@@ -90,19 +87,15 @@ def share_weights(engine: Engine, model: nn.Module, ledger: FakeLedger, mesh: De
     FSDP2 is ``fully_shard``. ``FullyShardedDataParallel`` gathers in the same order, but without buffers.
     """
     if engine.name == "ddp" and not engine.views:
-        ledger.hold(sum(weight.nbytes for weight in trained_weights(model)), "communication")
+        ledger.allocate(sum(weight.nbytes for weight in trained_weights(model)), "communication")
     if mesh is not None:
         ledger.gathers_in_place = engine.name == "fsdp"
+        policy = MixedPrecisionPolicy(param_dtype=engine.mixed)
         for _, block in find_blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=engine.mixed))
-        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=engine.mixed))
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
         register_fsdp_forward_method(model, "training_step")
         ledger.name(list(model.parameters()), "weights")
-
-
-def trained_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights that get gradients."""
-    return [weight for weight in model.parameters() if weight.requires_grad]
 
 
 class Zero:
@@ -119,17 +112,16 @@ class Zero:
         self.optimizer = optimizer
         self.ledger = ledger
         self.bucket = engine.bucket * next(model.parameters()).itemsize
-        self.until_step: list[Callable[[], None]] = []
-        """Release what exists from the backward pass to the optimizer's step."""
-        if engine.stage == 0:
-            return
+        self.until_step: list[Allocation] = []
+        """What exists from the backward pass to the optimizer's step."""
         if engine.stage == 3:
             self._shard_weights()
         if engine.stage > 1:
             for weight in trained_weights(model):
                 weight.register_post_accumulate_grad_hook(self._reduce)
-        for group in optimizer.param_groups:
-            group["params"] = [self._master(weight) for weight in group["params"]]
+        if engine.stage:
+            for group in optimizer.param_groups:
+                group["params"] = [self._master(weight) for weight in group["params"]]
 
     def _part(self, weights: Iterable[Tensor]) -> int:
         """Return the bytes of a rank's part of weights."""
@@ -138,17 +130,19 @@ class Zero:
     def _shard_weights(self) -> None:
         """Record the shards of ZeRO-3, their gradients, and what is gathered."""
         weights = list(self.model.parameters())
+        # 1. What is gathered: as much as is allowed, and at least the weights of any one module.
         gathered = min(self.engine.live, elements(weights))
         for _, leaf in whole_modules(self.model):
             gathered = max(gathered, elements(leaf.parameters()))
         for module in self.model.modules():
             gathered = max(gathered, elements(module.parameters(recurse=False)))
-        self.ledger.hold(gathered * weights[0].itemsize, "gathered")
+        self.ledger.allocate(gathered * weights[0].itemsize, "gathered")
+        # 2. The rank's part of weights and gradients, in place of the weights.
         if not self.engine.offload_weights:
-            self.ledger.hold(self._part(weights), "weights")
+            self.ledger.allocate(self._part(weights), "weights")
         if not self.engine.offload_optimizer:
-            self.ledger.hold(self._part(trained_weights(self.model)), "gradients")
-        self.ledger.hold(self.bucket, "communication")
+            self.ledger.allocate(self._part(trained_weights(self.model)), "gradients")
+        self.ledger.allocate(self.bucket, "communication")
         for weight in weights:
             self.ledger.drop(weight)
 
@@ -164,24 +158,26 @@ class Zero:
         """Move the gradient of a weight to the bucket."""
         weight.grad = None
         if self.engine.stage == 2 and not self.engine.offload_optimizer:
-            self.until_step.append(self.ledger.hold(self._part([weight]), "gradients"))
+            self.until_step.append(self.ledger.allocate(self._part([weight]), "gradients"))
 
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase."""
-        if phase == "backward" and self.engine.stage in (1, 2):
-            self.until_step.append(self.ledger.hold(self.bucket, "communication"))
-        if phase == "optimizer" and self.engine.stage:
+        if phase == "forward":  # DeepSpeed frees the gradients after a step
+            self.optimizer.zero_grad()
+            self.model.zero_grad()
+        elif phase == "backward" and self.engine.stage < 3:
+            self.until_step.append(self.ledger.allocate(self.bucket, "communication"))
+        elif phase == "optimizer":
             while self.until_step:
-                self.until_step.pop()()
+                self.ledger.release(self.until_step.pop())
             if not self.engine.offload_optimizer:
                 for master in stepped_on(self.optimizer):
                     master.backward(torch.empty_like(master))
 
-    def stepped(self) -> None:
-        """Free the gradients, which DeepSpeed frees after a step."""
-        if self.engine.stage:
-            self.optimizer.zero_grad()
-            self.model.zero_grad(set_to_none=True)
+
+def trained_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that get gradients."""
+    return [weight for weight in model.parameters() if weight.requires_grad]
 
 
 def elements(weights: Iterable[Tensor]) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,14 +85,12 @@ class FakeLedger(Ledger):
                     self._parts |= dict.fromkeys(module.modules(), "MLP")
         self._running: list[str | None] = []
         """The parts of the modules that are running. One in no block, such as a loss, belongs to its caller."""
-        self._numbers: list[int] = []
-        self._noted: list[str] = []
+        self._made: list[tuple[int, str]] = []
+        """The number of the next node, each time that another part began to run."""
 
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase."""
-        self.outside = "rest"
-        if phase == "optimizer":
-            self.outside = phase
+        self.outside = "optimizer" if phase == "optimizer" else "rest"
         self._running.clear()
         self._note()
 
@@ -100,17 +100,15 @@ class FakeLedger(Ledger):
         node: Any = torch._C._current_autograd_node()  # None in a forward pass
         if node is None:
             return self.outside
-        # The last note before the node was made says what ran then.
-        number = node._sequence_nr()
-        index = bisect_right(self._numbers, number) - 1
-        if index < 0 or number >= _ACCUMULATES:
+        if node._sequence_nr() >= _ACCUMULATES:
             return "gradients"
-        return self._noted[index]
+        # The last note before the node was made says what ran then.
+        _, part = self._made[bisect_right(self._made, node._sequence_nr(), key=itemgetter(0)) - 1]
+        return part
 
     def _note(self) -> None:
         """Assign the nodes that are made from now on to what is running now."""
-        self._numbers.append(torch._C._autograd._get_sequence_nr())
-        self._noted.append(self.part())
+        self._made.append((torch._C._autograd._get_sequence_nr(), self.part()))
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Note that a module runs."""
@@ -130,8 +128,7 @@ class FakeLedger(Ledger):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, also where torch's fake kernels lack something."""
-        if func.namespace in ("fsdp", "c10d"):
-            self._name_exchanged(func, args, kwargs)
+        self._name_exchanged(func.name(), args, kwargs)
         if func is aten._local_scalar_dense.default and not self._running:  # a training step may read its loss
             return 1.0 if args[0].is_floating_point() else 1
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16
@@ -142,24 +139,24 @@ class FakeLedger(Ledger):
         except _NEEDS_VALUES as error:
             raise SimulationError(f"{func} needs the values of tensors, which a simulation does not have.") from error
 
-    def _name_exchanged(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _name_exchanged(self, operator: str, args: Any, kwargs: Any) -> None:
         """Name the buffers of FSDP's collectives, and the weights that it gathers.
 
         ``FullyShardedDataParallel`` exchanges the same without buffers: it gathers into the weights themselves, and
         frees gradients as soon as they are reduced.
         """
-        operator = func.name()
+        buffer = None
         if operator == "fsdp::all_gather_copy_in":  # inputs, output
             self.name(args[1], "gathered")
         elif operator == "fsdp::split_with_sizes_copy":  # from the output to weights
+            buffer = args[0]
             self.name(kwargs["out"], "gathered")
-            if self.gathers_in_place:
-                self.drop(args[0])
         elif operator == "c10d::_reduce_scatter_base_":  # output, input
+            buffer = args[1]
             self.name(args[0], "gradients")
-            self.name(args[1], "communication")
-            if self.gathers_in_place:
-                self.drop(args[1])
+            self.name(buffer, "communication")
+        if buffer is not None and self.gathers_in_place:
+            self.drop(buffer)
 
 
 def fake_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -185,34 +182,24 @@ def fake_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:
                 vars(module)[name] = pytree.tree_map_only(Tensor, fake, value)
 
 
-@dataclass(frozen=True)
-class _FakeTier:
-    """A tier with room for all. Bytes come back as new ones: at once, or from a disk when they are needed."""
+def fake_offloader(name: Callable[[Tensor], None], policy: ActivationCheckpointing, _: int | None) -> Offloader:
+    """Return an offloader that moves nothing, to the first tier of a policy. ``name`` names what it loads.
 
-    name: Callable[[Tensor], None]
-    at_once: bool
+    Bytes come back as new ones: from CPU memory as soon as they are prefetched, from a disk when they are needed.
+    """
+    is_disk = policy.offload == "disk"
+    stored = Stored(None, done=lambda: False, wait=nothing)  # it leaves when the offloader waits for it
 
-    def store(self, raw: Tensor, after: None) -> Stored:
-        return Stored(None, done=lambda: False, wait=nothing)  # it leaves when the offloader waits for it
+    def new(nbytes: int) -> Tensor:
+        loaded = torch.empty(nbytes, dtype=torch.uint8)
+        name(loaded)
+        return loaded
 
-    def load(self, room: None, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
-        def new() -> Tensor:
-            loaded = torch.empty(nbytes, dtype=torch.uint8)
-            self.name(loaded)
-            return loaded
-
-        if not self.at_once:
-            return new
-        loaded = new()
+    def load(room: None, nbytes: int, device: torch.device) -> Callable[[], Tensor]:
+        if is_disk:
+            return partial(new, nbytes)
+        loaded = new(nbytes)
         return lambda: loaded
 
-    free_buffers = close = nothing
-
-
-def fake_offloader(
-    name: Callable[[Tensor], None], policy: ActivationCheckpointing, ranks_per_node: int | None
-) -> Offloader:
-    """Return an offloader that moves nothing, to the first tier of a policy. ``name`` names what it loads."""
-    to_disk = policy.offload == "disk"
-    tier: Any = _FakeTier(name, at_once=not to_disk)
-    return Offloader(policy, None, tier) if to_disk else Offloader(policy, tier, None)
+    tier: Any = SimpleNamespace(store=lambda raw, after: stored, load=load, free_buffers=nothing, close=nothing)
+    return Offloader(policy, None, tier) if is_disk else Offloader(policy, tier, None)

@@ -18,7 +18,7 @@ from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.simulate import Settings
 from lt_tiled.sequence_parallel.groups import check_size
-from lt_tiled.training_step.step import first_batch, shape_of, silence
+from lt_tiled.training_step.step import first_batch, shape_of, silence, swapped
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "32": (torch.float32, None),
@@ -63,20 +63,22 @@ def make_job(
         ValueError: If an argument is not understood.
     """
     settings = _settings(trainer, devices or _ranks(trainer))
-    disabled = logging.root.manager.disable
-    logging.disable(logging.INFO)  # the Trainer would tell which devices it uses
-    try:
-        # A module may ask a Trainer, which runs nothing.
+    # 1. A module may ask a Trainer, which runs nothing, and would log which devices it uses.
+    with swapped(vars(logging.getLogger("lightning.pytorch.utilities.rank_zero")), "disabled", True):
         stub = Trainer(accelerator="cpu", devices=1, max_epochs=-1, max_steps=1000, barebones=True)
-    finally:
-        logging.disable(disabled)
     stub.datamodule = datamodule  # type: ignore[attr-defined]
     module.trainer = stub
     stub.strategy.connect(module)
+    # 2. The hooks before a fit, on the meta device.
     (module if datamodule is None else datamodule).prepare_data()
     if datamodule is not None:
         datamodule.setup("fit")
-    _configure(module, settings.dtype)
+    with torch.device("meta"):
+        module.setup("fit")
+        module.configure_model()
+    module.to(settings.dtype)
+    silence(module)
+    # 3. A batch.
     batch = first_batch(module, datamodule)
     batch = apply_to_collection(batch, Tensor, lambda t: torch.empty_like(t, device="meta"))
     return Job(module, batch, settings)
@@ -84,19 +86,21 @@ def make_job(
 
 def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
     """Return what the arguments of a Trainer, its strategy and its callbacks set."""
+    # 1. The policies are those of the strategy, or else of callbacks.
     strategy = trainer.get("strategy", "auto")
     if isinstance(strategy, str) and strategy != "auto":
         strategy = StrategyRegistry.get(strategy)
-    # The policies are those of the strategy, or else of callbacks.
-    callbacks = trainer.get("callbacks") or []
+    owners = trainer.get("callbacks") or []
+    if not isinstance(owners, list):
+        owners = [owners]
     policies = dict[str, Any]()
-    for owner in [strategy] + (callbacks if isinstance(callbacks, list) else [callbacks]):
+    for owner in [strategy, *owners]:
         if isinstance(owner, AppliesPolicies):
             for name in ("tiling", "activation_checkpointing", "loss", "sequence_parallel"):
                 policies[name] = policies.get(name) or getattr(owner, name)
     if shared := policies.get("sequence_parallel"):
         check_size(shared.size, ranks)
-    # The precision: FSDP and DeepSpeed cast weights in the place of autocast.
+    # 2. The precision: FSDP and DeepSpeed cast weights in the place of autocast.
     precision = str(trainer.get("precision") or "32")
     dtypes = _PRECISIONS.get(precision.removesuffix("-mixed"), _PRECISIONS.get(precision.removesuffix("-true")))
     if dtypes is None:
@@ -116,25 +120,9 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
     )
 
 
-def _configure(module: LightningModule, dtype: torch.dtype) -> None:
-    """Let a module build its model on the meta device, and turn off its logging."""
-    default = torch.get_default_dtype()
-    with torch.device("meta"):
-        module.setup("fit")
-        try:
-            torch.set_default_dtype(dtype)
-            module.configure_model()
-        finally:
-            torch.set_default_dtype(default)
-    module.to(dtype)
-    silence(module)
-
-
 def _ranks(trainer: Mapping[str, Any]) -> int:
     """Return the number of ranks, as far as the arguments of a Trainer say it."""
     devices = trainer.get("devices", "auto")
-    if isinstance(devices, str) and "," in devices:
-        devices = devices.strip(",").split(",")
     if isinstance(devices, list):
         devices = len(devices)
     elif not str(devices).isdecimal():

@@ -1,17 +1,17 @@
-"""Live bytes over a step: what was allocated when, for how long, and for which part of the training; and FLOPs."""
+"""Live bytes over a step: what is allocated and released, in order, and for which part of the training; and FLOPs."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lt_tiled.offload.tensors import storage_key
@@ -24,17 +24,15 @@ Work = Counter[str]
 
 @dataclass
 class Allocation:
-    """Bytes that are alive from one moment to another; moments count allocations and releases."""
+    """Bytes of one storage, or of a buffer that no operation allocates."""
 
     nbytes: int
-    part: str
-    """What they are for: ``"weights"``, ``"attention"``, ..."""
-    born: int
-    died: int | None = None
+    part: str  # what they are for
+    live: bool = True
 
 
 class Ledger(TorchDispatchMode):
-    """Records the storages that operations allocate, real or fake, the bytes added by :meth:`hold`, and FLOPs.
+    """Records the storages that operations allocate, real or fake, what :meth:`allocate` adds, and FLOPs.
 
     FLOPs are counted by torch's formulas. ``FlopCounterMode`` counts the same, but the hooks by which it follows
     modules keep tensors alive.
@@ -43,20 +41,19 @@ class Ledger(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.work = Work()
-        self.now = 0
-        """Bytes."""
-        self.clock = 0
+        self.now = 0  # bytes
+        self.events: list[tuple[Allocation, int]] = []
+        """Allocations (1) and releases (-1) in order. A moment is a number of events."""
         self.restart_peak()
-        self.allocations: list[Allocation] = []
-        self._live: dict[int | None, Allocation] = {}
+        self._storages: dict[int | None, Allocation] = {}
         self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> Any:
         # FSDP empties storages and fills them again, by no operation.
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
-            if (allocation := self._live.get(storage._cdata)) is not None:
-                self._end(allocation)
-                self._live[storage._cdata] = self._add(size, allocation.part)
+            if (allocation := self._storages.get(storage._cdata)) is not None:
+                self.release(allocation)
+                self._storages[storage._cdata] = self.allocate(size, allocation.part)
             return self._resize(storage, size)
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
@@ -69,19 +66,20 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = self.run(func, args, kwargs)
-        # Count what it computes.
+        # 1. Count what the operation computes.
         packet = func._overloadpacket
         formula: Any = _OWN.get(packet) or flop_registry.get(packet)
         if formula is not None:
             kind = "attention" if "attention" in str(packet) else "products"
             self.work[kind] += int(formula(*args, **kwargs, out_val=result))
-        # What an operation was given, and returns or views, is older than the ledger. A search of all is slow.
-        new = [tensor for tensor in _plain_tensors(result) if storage_key(tensor) not in self._live]
-        if new:
-            given = set(map(storage_key, _plain_tensors((args, kwargs))))
-            for tensor in new:
-                if storage_key(tensor) not in given:
-                    self._track(tensor)
+        # 2. Record the storages that it made. What it was given, and returns or views, is older than the ledger.
+        given = {storage_key(tensor) for tensor in _plain_tensors((args, kwargs))}
+        for tensor in _plain_tensors(result):
+            key = storage_key(tensor)
+            if key not in self._storages and key not in given and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                self._storages[key] = self.allocate(storage.nbytes(), self.part())
+                weakref.finalize(storage, self._forget, key).atexit = False
         if func.namespace == "lt_tiled":  # a collective of sequence parallelism
             self.name((args, result), "communication")
         return result
@@ -99,40 +97,30 @@ class Ledger(TorchDispatchMode):
         """Return what is running."""
         return "rest"
 
-    def _track(self, tensor: Tensor) -> None:
-        key = storage_key(tensor)
-        storage = tensor.untyped_storage()
-        if key not in self._live and tensor.device.type != "meta":
-            self._live[key] = self._add(storage.nbytes(), self.part())
-            weakref.finalize(storage, self._forget, key).atexit = False
-
-    def _add(self, nbytes: int, part: str) -> Allocation:
-        self.clock += 1
-        allocation = Allocation(nbytes, part, self.clock)
-        self.allocations.append(allocation)
+    def allocate(self, nbytes: int, part: str) -> Allocation:
+        """Record bytes until they are released."""
+        allocation = Allocation(nbytes, part)
+        self.events.append((allocation, 1))
         self.now += nbytes
         if self.now > self.peak:
             self.restart_peak()
         return allocation
 
-    def _forget(self, key: int | None) -> None:
-        if (allocation := self._live.pop(key, None)) is not None:
-            self._end(allocation)
-
-    def _end(self, allocation: Allocation) -> None:
-        if allocation.died is None:
-            self.clock += 1
-            allocation.died = self.clock
+    def release(self, allocation: Allocation) -> None:
+        """Record that bytes are released, unless they are already."""
+        if allocation.live:
+            allocation.live = False
+            self.events.append((allocation, -1))
             self.now -= allocation.nbytes
 
-    def hold(self, nbytes: int, part: str) -> Callable[[], None]:
-        """Record bytes that no operation allocates, and return a function that releases them once."""
-        return partial(self._end, self._add(nbytes, part))
+    def _forget(self, key: int | None) -> None:
+        if (allocation := self._storages.pop(key, None)) is not None:
+            self.release(allocation)
 
     def name(self, tensors: Any, part: str) -> None:
         """Set the part of the storages of tensors."""
         for tensor in _plain_tensors(tensors):
-            if (allocation := self._live.get(storage_key(tensor))) is not None:
+            if (allocation := self._storages.get(storage_key(tensor))) is not None:
                 allocation.part = part
 
     def drop(self, tensor: Tensor) -> None:
@@ -142,23 +130,17 @@ class Ledger(TorchDispatchMode):
     def restart_peak(self) -> None:
         """Start a new peak at the current bytes."""
         self.peak = self.now
-        self.peak_at = self.clock
+        self.peak_at = len(self.events)
 
 
 def _plain_tensors(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors that own memory: those inside of a wrapper such as a DTensor in its place."""
-    if isinstance(tree, Tensor):
-        known: Any = tree  # the narrowed type has no other members
-        if is_traceable_wrapper_subclass(known):
-            for name in known.__tensor_flatten__()[0]:
-                yield from _plain_tensors(getattr(tree, name))
-        elif tree.layout is torch.strided:  # sparse tensors have no storage
-            yield tree
-    elif isinstance(tree, dict):
-        yield from _plain_tensors(list(tree.values()))
-    elif isinstance(tree, list | tuple):  # all that operations take and return; several times as fast as pytree
-        for leaf in tree:
-            yield from _plain_tensors(leaf)
+    for leaf in tree_leaves(tree):
+        if is_traceable_wrapper_subclass(leaf):
+            for name in leaf.__tensor_flatten__()[0]:
+                yield from _plain_tensors(getattr(leaf, name))
+        elif isinstance(leaf, Tensor) and leaf.layout is torch.strided:  # sparse tensors have no storage
+            yield leaf
 
 
 def _attention(query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
@@ -13,10 +14,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lt_tiled._log import quiet
 from lt_tiled._prepare import AppliesPolicies, Prepared
@@ -49,34 +48,41 @@ class Settings:
     accumulate: int = 1  # batches per optimizer step
     gpu: bool = False  # where the optimizer updates all weights at once
 
+    def __str__(self) -> str:
+        """Return one line: the engine, and policies with the fields that are not their defaults."""
+        parts: list[str] = [self.engine.name]
+        if self.engine.ranks > 1:
+            parts = [f"{self.engine.name} over {self.engine.ranks} ranks"]
+        for policy in (self.tiling, self.activation_checkpointing, self.sequence_parallel):
+            if policy is not None:
+                changed = list[str]()
+                for option in fields(policy):
+                    value = getattr(policy, option.name)
+                    if value != option.default:
+                        changed.append(f"{option.name}={value!r}")
+                parts.append(f"{type(policy).__name__}({', '.join(changed)})")
+        if self.loss:
+            parts.append("tiled loss")
+        return ", ".join(parts)
+
 
 @dataclass(frozen=True)
 class Plan:
-    """The predicted step of one rank: its memory and its work."""
+    """The predicted step of one rank: its memory and its work. Moments are numbers of the ledger's events."""
 
-    name: str
-    """The class of the module."""
-    sequences: int
-    """The batch size of a rank, or of the ranks that share a sequence."""
-    tokens: int
+    name: str  # the class of the module
+    sequences: int  # the batch size of a rank, or of the ranks that share a sequence
+    tokens: int  # of a sequence
     settings: Settings
-    peak: int
-    """Bytes."""
-    peak_at: int
-    """The moment of the peak."""
-    phases: dict[str, int]
-    """The moment at which each phase began."""
-    end: int
-    allocations: list[Allocation]
-    """The allocations that were alive in the step."""
+    peak: int  # bytes
+    peak_at: int  # the moment of the peak
+    phases: dict[str, int]  # the moment at which each phase began
+    events: list[tuple[Allocation, int]]  # the ledger's
     forward: Work = field(default_factory=Work)
-    backward: Work = field(default_factory=Work)
-    """With the recompute."""
+    backward: Work = field(default_factory=Work)  # with the recompute
     offloaded: OffloadStats = field(default_factory=OffloadStats)
-    weights: int = 0
-    """The number of weights of the model, on all ranks together."""
-    trained: int = 0
-    """The number of those that get gradients."""
+    weights: int = 0  # the number of weights of the model, on all ranks together
+    trained: int = 0  # the number of those that get gradients
 
     @property
     def flops(self) -> int:
@@ -91,29 +97,24 @@ class Plan:
     @property
     def phase(self) -> str:
         """The phase of the step in which the peak occurs."""
-        return next(name for name, start in reversed(self.phases.items()) if start <= self.peak_at)
+        return [name for name, start in self.phases.items() if start < self.peak_at][-1]
 
     def parts_at(self, moment: int) -> dict[str, int]:
         """Return the live bytes of each part at a moment, without empty parts."""
-        found = dict[str, int]()
-        for part, row in self.over_time().items():
-            if nbytes := row[moment - self.phases["forward"]]:
-                found[part] = nbytes
-        return found
+        live = Counter[str]()
+        for allocation, sign in self.events[:moment]:
+            live[allocation.part] += sign * allocation.nbytes
+        return {part: live[part] for part in PARTS if live[part]}
 
     def over_time(self) -> dict[str, list[int]]:
         """Return the live bytes of each part at every moment from the forward pass on, without empty parts."""
         start = self.phases["forward"]
         rows = dict[str, list[int]]()
         for part in PARTS:
-            changes = [0] * (self.end - start + 2)
-            for allocation in self.allocations:
-                if allocation.part == part:
-                    changes[max(allocation.born, start) - start] += allocation.nbytes
-                    if allocation.died is not None and allocation.died <= self.end:
-                        changes[allocation.died - start] -= allocation.nbytes
-            if any(changes):
-                rows[part] = list(accumulate(changes))
+            changes = [sign * allocation.nbytes * (allocation.part == part) for allocation, sign in self.events]
+            row = list(accumulate(changes))[start - 1 :]
+            if any(row):
+                rows[part] = row
         return rows
 
 
@@ -128,8 +129,10 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
     trainer.strategy.connect(module)
     engine = settings.engine
     phases = dict[str, int]()
-    with quiet(), mesh_of(engine) as mesh, without_memory(module) as ledger, ExitStack() as stack:
-        # What exists before the first step.
+    with quiet(), ExitStack() as stack:
+        # 1. What exists before the first step.
+        mesh = mesh_of(engine, stack)
+        ledger = stack.enter_context(without_memory(module))
         fake_weights(module, torch.float32 if engine.mixed else None)
         ledger.name([*module.parameters(), *module.buffers()], "weights")
         weights = elements(module.parameters())
@@ -138,17 +141,19 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
         prepared = stack.enter_context(_prepare(module, settings, ledger))
         optimizer = _optimizer_of(module, settings.gpu)
         zero = Zero(engine, module, optimizer, ledger)
-        stack.enter_context(first_two_tiles(ledger))
+        stack.callback(tiles_to_run.reset, tiles_to_run.set(partial(first_two_tiles, ledger)))
 
         def begin(phase: str) -> None:
-            phases[phase] = ledger.clock + 1
             ledger.begin(phase)
-            zero.begin(phase)
+            if engine.stage:
+                zero.begin(phase)
+            phases[phase] = len(ledger.events)
 
+        # 2. The steps.
         for _ in range(2):
+            begin("forward")
             ledger.restart_peak()
             ledger.work = Work()
-            begin("forward")
             fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
             with torch.autocast("cpu", settings.autocast, enabled=settings.autocast is not None):
                 loss = training_loss(module.training_step, module, fake)
@@ -163,7 +168,7 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
             if not engine.offload_optimizer:
                 optimizer.step()
                 ledger.name(list(optimizer.state.values()), "optimizer")
-            zero.stepped()
+        # 3. What the last one took.
         moved = prepared.report().offloaded or OffloadStats()
         return Plan(
             type(module).__name__,
@@ -172,8 +177,7 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
             ledger.peak,
             ledger.peak_at,
             phases,
-            ledger.clock,
-            [a for a in ledger.allocations if a.died is None or a.died >= phases["forward"]],
+            list(ledger.events),
             forward,
             ledger.work - forward,
             OffloadStats(moved.cpu_bytes // 2, moved.disk_bytes // 2),  # of two steps
@@ -183,13 +187,14 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
 
 
 def _optimizer_of(module: LightningModule, gpu: bool) -> torch.optim.Optimizer:
-    optimizers, _ = _init_optimizers_and_lr_schedulers(module)
-    if len(optimizers) != 1:
-        raise SimulationError(f"{type(module).__name__} has {len(optimizers)} optimizers: a plan needs one.")
-    for group in optimizers[0].param_groups:
+    strategy = module.trainer.strategy
+    strategy.setup_optimizers(module.trainer)
+    if len(strategy.optimizers) != 1:
+        raise SimulationError(f"{type(module).__name__} has {len(strategy.optimizers)} optimizers: a plan needs one.")
+    for group in strategy.optimizers[0].param_groups:
         if gpu and group.get("foreach", True) is None:  # then a GPU updates all weights at once
             group["foreach"] = True
-    return optimizers[0]
+    return strategy.optimizers[0]
 
 
 def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
@@ -213,33 +218,17 @@ def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
     return Prepared(model, policies)
 
 
-@contextmanager
-def first_two_tiles(ledger: Ledger) -> Iterator[None]:
-    """Run only two tiles of each size, and count the FLOPs of all.
+def first_two_tiles(ledger: Ledger, rows: Iterable[Any]) -> Iterator[Any]:
+    """Yield the first two tiles of a call, and count the FLOPs of all.
 
-    The first tile creates the gradient sums; later ones of its size need the memory and FLOPs of the second.
+    The first one creates the gradient sums; the others, which have as many tokens or one less, need the memory and the
+    FLOPs of the second.
     """
-
-    def run(rows: Iterable[Any]) -> Iterator[Any]:
-        works = dict[str, list[Work]]()
-        for row in rows:
-            alike = works.setdefault(str([_length(leaf) for leaf in tree_leaves(row)]), [])
-            if len(alike) < 2:
-                before = ledger.work.copy()
-                yield row
-                alike.append(ledger.work - before)
-            else:
-                ledger.work += alike[1]
-
-    token = tiles_to_run.set(run)
-    try:
-        yield
-    finally:
-        tiles_to_run.reset(token)
-
-
-def _length(leaf: Any) -> Any:
-    """Return the size of what a tile is given: a tensor, or the slice of one."""
-    if isinstance(leaf, slice):
-        return leaf.stop - leaf.start
-    return leaf.shape if isinstance(leaf, Tensor) else None
+    work = Work()
+    for index, row in enumerate(rows):
+        if index < 2:
+            before = ledger.work.copy()
+            yield row
+            work = ledger.work - before
+        else:
+            ledger.work += work

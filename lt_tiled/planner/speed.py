@@ -61,21 +61,19 @@ def predict(plan: Plan, machine: Machine) -> Speed:
     """Return the speed of a simulated step: see NOTE [Predicted time]."""
     settings = plan.settings
     engine = settings.engine
-    # What engines exchange: the share of a collective that leaves the rank.
-    away = 1 - 1 / engine.ranks
-    weights = plan.weights * settings.dtype.itemsize
-    trained = plan.trained * settings.dtype.itemsize
+    # 1. Bytes that the engine exchanges: the share of its collectives that leaves a rank.
+    away = settings.dtype.itemsize * (1 - 1 / engine.ranks)
+    reduced = plan.trained * away
     gathered = 0.0
     if engine.name in ("fsdp", "fsdp2", "zero3"):
-        gathered = weights * away
-    reduced = trained * away
-    if engine.name == "ddp":
+        gathered = plan.weights * away
+    elif engine.name == "ddp":
         reduced *= 2
-    # What passes PCIe in each pass.
+    # 2. Bytes that are offloaded in each pass. Those to a disk pass PCIe as well.
     disk = plan.offloaded.disk_bytes
     moved = plan.offloaded.cpu_bytes + disk
     if engine.offload_weights:
-        moved += weights // engine.ranks
+        moved += plan.weights * settings.dtype.itemsize // engine.ranks
 
     def needs(work: Work, exchanged: float) -> dict[str, float]:
         """Return the seconds for which a pass needs each resource."""
@@ -88,22 +86,21 @@ def predict(plan: Plan, machine: Machine) -> Speed:
 
     forward = needs(plan.forward, gathered)
     backward = needs(plan.backward, gathered + reduced)
+    # 3. The optimizer reads and writes its state and the weights, and reads the gradients.
+    parts = plan.parts_at(plan.phases["optimizer"])
+    state = parts.get("weights", 0) + parts.get("optimizer", 0)
+    update = (2 * state + parts.get("gradients", 0)) / machine.memory / 1e9
     if engine.offload_optimizer:
         update = plan.trained / engine.ranks / CPU_ADAM
-    else:
-        # The optimizer reads and writes its state and the weights, and reads the gradients.
-        parts = plan.parts_at(plan.phases["optimizer"])
-        state = parts.get("weights", 0) + parts.get("optimizer", 0)
-        update = (2 * state + parts.get("gradients", 0)) / machine.memory / 1e9
     if engine.name in ("zero1", "zero2"):  # these gather the updated weights
-        update = max(update, trained * away / machine.network / 1e9)
-    # The slowest of all is the bound.
-    longest = max(forward, backward, key=lambda resources: max(resources.values()))
-    bound = max(longest, key=lambda name: longest[name])
-    if update > settings.accumulate * max(longest.values()):
-        bound = "the optimizer"
+        update = max(update, plan.trained * away / machine.network / 1e9)
+    # 4. The slowest bounds its pass, and the slowest of all the step.
+    slowest = {"the optimizer": update / settings.accumulate}
+    for resource in forward:
+        slowest[resource] = max(forward[resource], backward[resource])
     seconds = settings.accumulate * (max(forward.values()) + max(backward.values())) + update
     tokens = plan.tokens * plan.sequences * settings.accumulate * engine.ranks
     if settings.sequence_parallel:
         tokens //= settings.sequence_parallel.size
+    bound = max(slowest, key=lambda resource: slowest[resource])
     return Speed(max(forward.values()), max(backward.values()), update, seconds, bound, tokens / seconds)

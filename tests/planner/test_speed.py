@@ -29,9 +29,9 @@ ROUND = Machine(tflops=1e-3, memory=100.0, pcie=10.0, nvme=1.0, network=50.0)
 
 def run(settings: Settings, **changes: Any) -> Plan:
     """A step of one GFLOP of products and attention in the forward pass, and of twice as much in the backward pass."""
-    state = [Allocation(10**11, "optimizer", 0), Allocation(10**10, "gradients", 0)]
+    state = [(Allocation(10**11, "optimizer"), 1), (Allocation(10**10, "gradients"), 1)]
     work = Counter(products=10**9, attention=10**9)
-    base = Plan("", 3, 1024, settings, 0, 0, {"forward": 1, "backward": 2, "optimizer": 3}, 4, state, work, work + work)
+    base = Plan("", 3, 1024, settings, 0, 0, {"forward": 2, "backward": 2, "optimizer": 2}, state, work, work + work)
     return replace(base, **changes)
 
 
