@@ -114,14 +114,15 @@ class Zero:
         self.bucket = engine.bucket * next(model.parameters()).itemsize
         self.until_step: list[Allocation] = []
         """What exists from the backward pass to the optimizer's step."""
+        if not engine.stage:
+            return
         if engine.stage == 3:
             self._shard_weights()
         if engine.stage > 1:
             for weight in trained_weights(model):
                 weight.register_post_accumulate_grad_hook(self._reduce)
-        if engine.stage:
-            for group in optimizer.param_groups:
-                group["params"] = [self._master(weight) for weight in group["params"]]
+        for group in optimizer.param_groups:
+            group["params"] = [self._master(weight) for weight in group["params"]]
 
     def _part(self, weights: Iterable[Tensor]) -> int:
         """Return the bytes of a rank's part of weights."""
@@ -162,6 +163,8 @@ class Zero:
 
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase."""
+        if not self.engine.stage:
+            return
         if phase == "forward":  # DeepSpeed frees the gradients after a step
             self.optimizer.zero_grad()
             self.model.zero_grad()

@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
@@ -28,14 +23,13 @@ from lt_tiled.modules.patch import get_patch
 from lt_tiled.modules.targets import find_tileable
 from lt_tiled.offload.offloader import Offloader
 from lt_tiled.offload.pinned import Stored
-from lt_tiled.planner.ledger import Ledger
+from lt_tiled.planner.ledger import Ledger, Work
 from lt_tiled.policies import ActivationCheckpointing, Tiling
 from lt_tiled.recompute.blocks import BlockPatch
 from lt_tiled.tiling.weights import swapped
 from lt_tiled.training_step.step import nothing
 
 aten = torch.ops.aten
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _ACCUMULATES = 2**63
 """Nodes that accumulate a weight's gradient have a number above all others."""
 
@@ -73,6 +67,8 @@ class FakeLedger(Ledger):
         super().__init__()
         self.outside = "rest"
         """The part of what runs in no block."""
+        self.phases: dict[str, int] = {}
+        """The moment at which each phase of the last step began."""
         self.gathers_in_place = False
         """Whether FSDP gathers into the weights themselves, as ``FullyShardedDataParallel`` does."""
         self._blocks = {block for _, block in find_blocks(model)}
@@ -89,8 +85,14 @@ class FakeLedger(Ledger):
         """The number of the next node, each time that another part began to run."""
 
     def begin(self, phase: str) -> None:
-        """Enter the forward, backward or optimizer phase."""
-        self.outside = "optimizer" if phase == "optimizer" else "rest"
+        """Enter the forward, backward or optimizer phase. A new step has a peak and FLOPs of its own."""
+        self.phases[phase] = len(self.events)
+        self.outside = "rest"
+        if phase == "optimizer":
+            self.outside = phase
+        elif phase == "forward":
+            self.restart_peak()
+            self.work = Work()
         self._running.clear()
         self._note()
 
@@ -136,7 +138,7 @@ class FakeLedger(Ledger):
             return func(left.bfloat16(), right.bfloat16(), *rest, **kwargs).to(left.dtype)
         try:
             return func(*args, **kwargs)
-        except _NEEDS_VALUES as error:
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise SimulationError(f"{func} needs the values of tensors, which a simulation does not have.") from error
 
     def _name_exchanged(self, operator: str, args: Any, kwargs: Any) -> None:
@@ -145,18 +147,17 @@ class FakeLedger(Ledger):
         ``FullyShardedDataParallel`` exchanges the same without buffers: it gathers into the weights themselves, and
         frees gradients as soon as they are reduced.
         """
-        buffer = None
         if operator == "fsdp::all_gather_copy_in":  # inputs, output
             self.name(args[1], "gathered")
         elif operator == "fsdp::split_with_sizes_copy":  # from the output to weights
-            buffer = args[0]
             self.name(kwargs["out"], "gathered")
+            if self.gathers_in_place:
+                self.drop(args[0])
         elif operator == "c10d::_reduce_scatter_base_":  # output, input
-            buffer = args[1]
             self.name(args[0], "gradients")
-            self.name(buffer, "communication")
-        if buffer is not None and self.gathers_in_place:
-            self.drop(buffer)
+            self.name(args[1], "communication")
+            if self.gathers_in_place:
+                self.drop(args[1])
 
 
 def fake_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:

@@ -18,7 +18,8 @@ from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.planner.engines import engine_of
 from lt_tiled.planner.simulate import Settings
 from lt_tiled.sequence_parallel.groups import check_size
-from lt_tiled.training_step.step import first_batch, shape_of, silence, swapped
+from lt_tiled.tiling.weights import swapped
+from lt_tiled.training_step.step import first_batch, shape_of, silence
 
 _PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "32": (torch.float32, None),
@@ -51,27 +52,25 @@ def make_job(
     trainer: Mapping[str, Any],
     devices: int | None = None,
 ) -> Job:
-    """Configure a module as its Trainer would, without memory for its weights.
+    """Configure a module, made under ``torch.device("meta")``, as a Trainer with these arguments would.
 
-    Args:
-        module: A module made under ``torch.device("meta")``.
-        datamodule: Its data; ``None`` for a module with data loaders.
-        trainer: The arguments of the Trainer.
-        devices: The number of ranks; by default that of the Trainer.
+    ``devices`` is the number of ranks, by default that of the Trainer.
 
     Raises:
         ValueError: If an argument is not understood.
     """
     settings = _settings(trainer, devices or _ranks(trainer))
     # 1. A module may ask a Trainer, which runs nothing, and would log which devices it uses.
-    with swapped(vars(logging.getLogger("lightning.pytorch.utilities.rank_zero")), "disabled", True):
+    with swapped([(vars(logging.getLogger("lightning.pytorch.utilities.rank_zero")), "disabled", True)]):
         stub = Trainer(accelerator="cpu", devices=1, max_epochs=-1, max_steps=1000, barebones=True)
     stub.datamodule = datamodule  # type: ignore[attr-defined]
     module.trainer = stub
     stub.strategy.connect(module)
     # 2. The hooks before a fit, on the meta device.
-    (module if datamodule is None else datamodule).prepare_data()
-    if datamodule is not None:
+    if datamodule is None:
+        module.prepare_data()
+    else:
+        datamodule.prepare_data()
         datamodule.setup("fit")
     with torch.device("meta"):
         module.setup("fit")

@@ -128,7 +128,6 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
     module.trainer = trainer
     trainer.strategy.connect(module)
     engine = settings.engine
-    phases = dict[str, int]()
     with quiet(), ExitStack() as stack:
         # 1. What exists before the first step.
         mesh = mesh_of(engine, stack)
@@ -142,29 +141,23 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
         optimizer = _optimizer_of(module, settings.gpu)
         zero = Zero(engine, module, optimizer, ledger)
         stack.callback(tiles_to_run.reset, tiles_to_run.set(partial(first_two_tiles, ledger)))
-
-        def begin(phase: str) -> None:
-            ledger.begin(phase)
-            if engine.stage:
-                zero.begin(phase)
-            phases[phase] = len(ledger.events)
-
         # 2. The steps.
         for _ in range(2):
-            begin("forward")
-            ledger.restart_peak()
-            ledger.work = Work()
+            zero.begin("forward")
+            ledger.begin("forward")
             fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
             with torch.autocast("cpu", settings.autocast, enabled=settings.autocast is not None):
                 loss = training_loss(module.training_step, module, fake)
             forward = ledger.work.copy()
             if settings.accumulate == 1:
                 optimizer.zero_grad()  # at the same place as Lightning
-            begin("backward")
+            zero.begin("backward")
+            ledger.begin("backward")
             loss.backward()
             del loss
             ledger.name([weight.grad for weight in module.parameters()], "gradients")
-            begin("optimizer")
+            zero.begin("optimizer")
+            ledger.begin("optimizer")
             if not engine.offload_optimizer:
                 optimizer.step()
                 ledger.name(list(optimizer.state.values()), "optimizer")
@@ -176,7 +169,7 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
             settings,
             ledger.peak,
             ledger.peak_at,
-            phases,
+            ledger.phases,
             list(ledger.events),
             forward,
             ledger.work - forward,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def verify(
         module = ModuleWithStep(model, step)
     device = next((weight.device.type for weight in model.parameters()), "auto")
     arguments = {"accelerator": device} | trainer | {"strategy": strategy}
-    return Comparison(module, batch, None, reference).run(arguments)
+    return Comparison(type(unwrapped(model)).__name__, module, batch, 0, reference).run(arguments)
 
 
 def run_verify(
@@ -91,32 +91,31 @@ def run_verify(
             sharding. Turn it off for a model that does not fit; bounds are then estimated.
     """
     check_count("seq", seq)
-    result = Comparison(model, None, seq, reference).run(trainer, datamodule)
+    result = Comparison(type(model).__name__, model, None, seq, reference).run(trainer, datamodule)
     rank_zero_only(print)(result)
     return result
 
 
+@dataclass(eq=False)
 class Comparison(Callback):
     """Measures a step of each copy of a module on the engine that ``fit`` set up: see NOTE [What is compared]."""
 
-    trainer: Any
-    optimizer: GradientsAsWeights
-
-    def __init__(self, module: LightningModule, batch: Any, seq: int | None, reference: bool) -> None:
-        self.module = module
-        self.name = type(unwrapped(module.model if isinstance(module, ModuleWithStep) else module)).__name__
-        self.batch = batch
-        self.seq = seq
-        self.reference = reference
-        self.weights: dict[str, Tensor] = {}  # that the reference starts with
-        self.untiled: Measured | None = None
-        self.result: Verification | None = None
+    name: str
+    module: LightningModule
+    batch: Any  # or None: that of the data, cut to ``seq`` tokens
+    seq: int
+    reference: bool
+    weights: dict[str, Tensor] = field(default_factory=dict)  # that the reference starts with
+    trainer: Any = None
+    optimizer: Any = None
+    untiled: Measured | None = None
+    result: Verification | None = None
 
     def run(self, trainer: Mapping[str, Any], data: LightningDataModule | None = None) -> Verification:
         """Fit two copies of the module on the engine of a Trainer, and return what differs."""
-        # The engine and the policies are the user's, and nothing else.
-        arguments: dict[str, Any] = {name: trainer[name] for name in _ENGINE if name in trainer}
-        arguments |= dict.fromkeys(_OFF, False)
+        # 1. The engine and the policies are the user's, and nothing else.
+        arguments: dict[str, Any] = dict.fromkeys(_OFF, False)
+        arguments |= {name: trainer[name] for name in _ENGINE if name in trainer}
         callbacks = trainer.get("callbacks") or []
         if not isinstance(callbacks, list):
             callbacks = [callbacks]
@@ -124,13 +123,13 @@ class Comparison(Callback):
         self.trainer = Trainer(**arguments, max_steps=0, limit_val_batches=0, callbacks=[*policies, self])
         step_with_own_optimizer(self.trainer.strategy)
 
-        def configure_optimizers() -> GradientsAsWeights:
+        def configure_optimizers() -> Any:
             self.optimizer = GradientsAsWeights(self.trainer.model)
             return self.optimizer
 
+        # 2. Both fits start from the same random states, which are those of all ranks, because these shuffle alike.
         loader = None if self.batch is None else range(1)  # never read: all steps run when the fit starts
         for _ in ("untiled", "tiled"):
-            # Both start from the same random states, which are those of all ranks, because these shuffle alike.
             with isolate_rng(), random_state_kept(self.trainer.strategy.root_device):
                 torch.manual_seed(1)
                 trained = copy.deepcopy(self.module)
@@ -142,14 +141,21 @@ class Comparison(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Run the step of the copy without lt_tiled, or of the one with it, and compare both."""
-        patches = [patch for part in pl_module.modules() for patch in get_patches(part, Patch)]
-        if not pl_module.automatic_optimization:
-            raise ValueError(f"{self.name} optimizes manually: use lt_tiled.verify(model, batch, step=...).")
+        patches = list[Patch]()
+        for part in pl_module.modules():
+            patches += get_patches(part, Patch)
         if not patches:
             raise ValueError(f"lt_tiled changes nothing in {self.name}: use one of its strategies or callbacks.")
         make_comparable(pl_module)
         if self.untiled is None:
-            self._read_batch(pl_module)
+            # 1. This rank's batch, on its device.
+            if self.batch is None:
+                place = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+                self.batch = first_batch(pl_module, trainer.datamodule, place.get("rank", 0))
+                if shape_of(self.batch)[1] > self.seq:
+                    self.batch = with_length(self.batch, self.seq)
+            self.batch = trainer.strategy.batch_to_device(self.batch)
+            # 2. The step of the untiled copy.
             if self.reference:
                 self.weights = full_weights(trainer.model, pl_module)
             with turned_off(pl_module):
@@ -157,16 +163,6 @@ class Comparison(Callback):
         else:
             force_tiles(patches)
             self._compare(self.untiled, self._run_step(pl_module), pl_module)
-
-    def _read_batch(self, trained: LightningModule) -> None:
-        """Move this rank's batch to its device."""
-        strategy = self.trainer.strategy
-        if self.batch is None:
-            place = getattr(strategy, "distributed_sampler_kwargs", None) or {}
-            self.batch = first_batch(trained, self.trainer.datamodule, place.get("rank", 0))
-        if self.seq is not None and shape_of(self.batch)[1] > self.seq:
-            self.batch = with_length(self.batch, self.seq)
-        self.batch = strategy.batch_to_device(self.batch)
 
     def _run_step(self, trained: LightningModule) -> Measured:
         """Run a step on the engine."""
@@ -184,59 +180,62 @@ class Comparison(Callback):
                 raise ValueError(f"precision={self.trainer.precision} finds no finite gradients: try 32-true.")
             strategy.optimizer_step(optimizer, step)
         gradients = full_weights(self.trainer.model, trained, trained=True)
-        buffers = {plain_name(name): buffer.detach().cpu().clone() for name, buffer in trained.named_buffers()}
-        return Measured(float(self._mean(losses[-1])), gradients, buffers)
+        return Measured(float(self._mean(losses[-1])), gradients)
 
     def _run_reference(self, dtype: torch.dtype) -> Measured:
         """Run the step of a plain copy of the module in higher precision."""
         default = torch.get_default_dtype()
         try:
+            # 1. The copy has the weights of the others.
             plain = copy.deepcopy(self.module)
             plain.trainer = self.trainer
             plain.configure_model()
             for name, weight in plain.named_parameters():
                 weight.data.copy_(self.weights[plain_name(name)])
             make_comparable(plain.to(self.trainer.strategy.root_device, dtype))
+            optimizer = GradientsAsWeights(plain)
+            # 2. Its step.
             batch = apply_to_collection(self.batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
             torch.set_default_dtype(dtype)
             with turned_off(plain):
                 loss = training_loss(plain.training_step, plain, copy.deepcopy(batch))
                 plain.backward(loss)
+            optimizer.step()
         except Exception as error:
             raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
         finally:
             torch.set_default_dtype(default)
-        gradients = dict[str, Tensor]()
-        for name, weight in plain.named_parameters():
-            if weight.requires_grad:
-                gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad.to_dense()
-                gradients[plain_name(name)] = self._mean(gradient)
-        return Measured(float(self._mean(loss)), gradients, {})
+        gradients = full_weights(plain, plain, trained=True)
+        for name, gradient in gradients.items():
+            gradients[name] = self._mean(gradient)
+        return Measured(float(self._mean(loss)), gradients)
 
     def _mean(self, value: Tensor) -> Tensor:
         """Return the mean over the ranks, on the CPU."""
-        mean: Tensor = self.trainer.strategy.reduce(value.detach().clone())
+        strategy = self.trainer.strategy
+        mean: Tensor = strategy.reduce(value.detach().to(strategy.root_device, copy=True))
         return mean.cpu()
 
     def _compare(self, untiled: Measured, tiled: Measured, trained: LightningModule) -> None:
         """Set the result of the first rank on all ranks."""
         strategy = self.trainer.strategy
         precision = str(self.trainer.precision)
-        # What the errors are relative to.
+        # 1. What the errors are relative to.
         dtypes = {weight.dtype for weight in trained.parameters() if weight.dtype.is_floating_point}
         has_32_bits = bool(dtypes & {torch.float32, torch.float64})
-        higher = torch.float64 if has_32_bits else torch.float32
         reference = None
         base = "the untiled step"
         if self.reference:
+            higher = torch.float64 if has_32_bits else torch.float32
             reference = self._run_reference(higher)
             base = f"a step in {str(higher).removeprefix('torch.')}"
-        # The least precision of weights, autocast and products. On a GPU convolutions are in TF32 by default.
+        # 2. The least precision of weights, autocast and products. On a GPU convolutions are in TF32 by default.
         dtypes |= _AUTOCAST.get(precision, set())
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         convolves = any(isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) for part in trained.modules())
         if has_32_bits and (rounds_products() or (convolves and strategy.root_device.type == "cuda")):
             eps = max(eps, 2.0**-10)
+        # 3. The result.
         report = Report.of(trained)
         result = Verification(
             title=f"{self.name}, {shape_of(self.batch)[1]} tokens, {precision}, {type(strategy).__name__}",

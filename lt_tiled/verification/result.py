@@ -18,7 +18,7 @@ _FACTOR = 4.0
 
 @dataclass(frozen=True)
 class Row:
-    """The worst weight of the modules that are alike, the loss, or a buffer. Errors are relative to the reference."""
+    """The worst weight of the modules that are alike, or the loss. Errors are relative to the reference."""
 
     path: str
     untiled: float
@@ -41,12 +41,9 @@ class Verification:
     """The result of :func:`verify`, the same on all ranks."""
 
     title: str
-    reference: str
-    """What errors are relative to."""
-    losses: tuple[float, float]
-    """The loss without lt_tiled and with it."""
-    norms: tuple[float, float]
-    """The norm of all gradients without lt_tiled and with it."""
+    reference: str  # what errors are relative to
+    losses: tuple[float, float]  # without lt_tiled and with it
+    norms: tuple[float, float]  # of all gradients, without lt_tiled and with it
     rows: tuple[Row, ...]
     tiles: dict[str, int]
     """The number of tiles of each MLP and each loss that is tiled, by path: 0 if it was not called."""
@@ -76,11 +73,11 @@ class Verification:
                 f"fail: {row.path}, {figures}: turn off tiling, checkpointing, loss one by one to find the cause; if"
                 " the error without lt_tiled is as large, verify in 64-true, or with reference=False"
             )
+        if self.tiles and len(self.not_tiled) == len(self.tiles):
+            return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
         note = ""
         if not self.tiles:
             note = "; no MLP and no loss is tiled, so only the rest, such as activation checkpointing, is verified"
-        elif len(self.not_tiled) == len(self.tiles):
-            return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
         elif self.not_tiled:
             alike = Counter(map(pattern, self.not_tiled))
             note = "; not tiled, so not verified: " + ", ".join(f"{count} x {path}" for path, count in alike.items())
@@ -102,11 +99,10 @@ class Verification:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a step gave: the loss, and gradients and buffers by name on the CPU."""
+    """What a step gave: the loss, and gradients by name on the CPU."""
 
     loss: float
     gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
 
     @property
     def norm(self) -> float:
@@ -118,15 +114,16 @@ class Measured:
         least = 1e-3 * base.norm
         found = dict[str, float]()
         for name, gradient in base.gradients.items():
-            found[name] = _error(self.gradients[name], gradient, least)
+            difference = _norm(self.gradients[name].double() - gradient.double())
+            found[name] = difference / max(_norm(gradient), least)
         return found | {"loss": abs(self.loss - base.loss) / max(abs(base.loss), least)}
 
 
 def compare(untiled: Measured, tiled: Measured, reference: Measured | None, eps: float) -> tuple[Row, ...]:
-    """Return a row for the worst weight of modules that are alike, the loss, and each buffer that differs.
+    """Return a row for the loss, and for the worst weight of modules that are alike.
 
-    Gradients and the loss are compared with the reference, if there is one, and buffers with those of the untiled step.
-    ``eps`` is the precision of the run.
+    Both steps are compared with the reference, or else the tiled one with the untiled one. ``eps`` is the precision of
+    the run.
 
     Raises:
         ValueError: If there are no gradients to compare.
@@ -134,30 +131,19 @@ def compare(untiled: Measured, tiled: Measured, reference: Measured | None, eps:
     base = reference or untiled
     if not base.norm:
         raise ValueError("The step has no gradients: use a model and a batch with a loss to train on.")
+    # 1. What is allowed. Models compute parts in float32 whatever their dtype is.
     before = untiled.errors(base)
-    # Models compute parts in float32 whatever their dtype is; a weight of few numbers may have no error by chance.
-    usual = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
-    limit = max(1e-4, 10 * eps)
-    rows = list[Row]()
+    cap = 4 * max(1e-4, 10 * eps)
+    usual = cap / 4 / _FACTOR
+    if reference is not None:  # a weight of few numbers may have no error by chance
+        usual = max(median(before.values()), 4 * torch.finfo(torch.float32).eps)
+    # 2. The errors. Of modules that are alike, the worst one stands for all.
+    rows = dict[str, Row]()
     for name, error in tiled.errors(base).items():
         path = pattern(name.rpartition(".")[0] or name)
-        if reference is None:
-            rows.append(Row(path, math.nan, error, limit))
-        else:
-            rows.append(Row(path, before[name], error, min(_FACTOR * max(before[name], usual), 4 * limit)))
-    for name, buffer in tiled.buffers.items():
-        error = _error(buffer.nan_to_num(), untiled.buffers[name].nan_to_num(), 0.0)
-        if error > 0:
-            rows.append(Row(pattern(name), math.nan, error, limit))
-    # Of modules that are alike, the worst one stands for all.
-    shown = dict[str, Row]()
-    for row in rows:
-        shown[row.path] = max(shown.get(row.path, row), row, key=lambda row: row.rank)
-    return tuple(shown.values())
-
-
-def _error(value: Tensor, true: Tensor, least: float) -> float:
-    return _norm(value.double() - true.double()) / max(_norm(true), least, 1e-30)
+        row = Row(path, before[name], error, min(_FACTOR * max(before[name], usual), cap))
+        rows[path] = max(rows.get(path, row), row, key=lambda row: row.rank)
+    return tuple(rows.values())
 
 
 def _norm(value: Tensor) -> float:

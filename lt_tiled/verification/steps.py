@@ -12,9 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lt_tiled.modules.find import plain_name, unwrapped
-from lt_tiled.namespaces import is_a
 from lt_tiled.strategies.deepspeed import gathered
-from lt_tiled.training_step.step import nothing, silence, stepped_on, training_loss
+from lt_tiled.training_step.step import nothing, silence, stepped_on
 
 
 class ModuleWithStep(LightningModule):
@@ -34,15 +33,11 @@ class ModuleWithStep(LightningModule):
 
 def _loss_of(model: Any, batch: Any) -> Tensor:
     """Return the loss of a model's output for a batch that is a mapping, a tuple, or one argument."""
-    if is_a(model, "LightningModule"):  # of pytorch_lightning
-        return training_loss(model.training_step, model, batch)
     if isinstance(batch, Mapping):
         output = model(**batch)
-    elif isinstance(batch, tuple):
-        output = model(*batch)
     else:
-        output = model(batch)
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+        output = model(*batch) if isinstance(batch, tuple) else model(batch)
+    loss = getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(f"{type(model).__name__} returns no loss for the batch: pass step=lambda model, batch: ...")
     return loss
@@ -76,16 +71,14 @@ class GradientsAsWeights(torch.optim.Optimizer):
         super().__init__(weights, {"lr": 0.0})
         self.stepped = False
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = None
         if closure is not None:
-            loss = closure()
-        with torch.no_grad():
-            for weight in stepped_on(self):
-                if weight.grad is None:
-                    weight.zero_()
-                else:
-                    weight.copy_(weight.grad.to_dense())
+            with torch.enable_grad():
+                loss = closure()
+        for weight in stepped_on(self):
+            weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad.to_dense())
         self.stepped = True
         return loss
 
