@@ -36,10 +36,9 @@ from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.offload.offloader import OffloadedTensor, Offloader
 from lt_tiled.offload.tensors import movable, storage_key, view_key
 from lt_tiled.policies import ActivationCheckpointing
-from lt_tiled.recompute.buffers import Buffers
 from lt_tiled.recompute.compare import describe
 from lt_tiled.recompute.keep import Chooses, KeepMode
-from lt_tiled.recompute.mode import Precision, carried, in_checkpoint, is_backward, is_transformed
+from lt_tiled.recompute.mode import Buffers, Precision, carried, in_checkpoint, is_backward, is_transformed
 from lt_tiled.recompute.saved import COMPARED, BlockFingerprints
 
 
@@ -99,7 +98,7 @@ class BlockPatch(Patch):
     """Whether a recompute with other values raises, and does not only warn."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block, and recompute it in the backward pass if one may follow."""
+        """Run a block; if a backward pass may follow, save its tensor arguments alone, and recompute the rest there."""
         others = _checkpoints_itself(module) or _is_recomputed_by_others(module)
         if others or is_transformed() or not torch.is_grad_enabled():
             return self.inner(module, *args, **kwargs)
@@ -111,10 +110,6 @@ class BlockPatch(Patch):
                 once=f"cache {kind}",
             )
             return self.inner(module, *args, **kwargs)
-        return self.checkpointed(module, args, kwargs)
-
-    def checkpointed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block so that only its tensor arguments are saved, and the rest is recomputed in the backward pass."""
         # 1. All tensors, including those in keywords and tuples, are passed to torch's checkpoint by position: torch
         # saves positional tensors through the saved-tensors hooks, and keeps all others in a closure.
         tensors, call_with = _split(args, kwargs)

@@ -139,10 +139,8 @@ class _Verdict:
         for sample, count in zip(chain(*groups.values()), torch.cat(counts).tolist(), strict=True):
             if count > 0:
                 differ.append((sample, count))
-        for raises in (False, True):
-            found = [each for each in differ if each[0].raises == raises]
-            if found:
-                _tell(found, raises)
+        if differ:
+            _tell(differ)
 
 
 def describe(names: str, difference: str) -> str:
@@ -153,8 +151,8 @@ def describe(names: str, difference: str) -> str:
     )
 
 
-def _tell(found: Sequence[tuple[Sample, int]], raises: bool) -> None:
-    """Raise an error about the samples that differ, by so many rows, or warn."""
+def _tell(found: Sequence[tuple[Sample, int]]) -> None:
+    """Raise an error about the samples that differ, by so many rows, or warn if all of them only warn."""
     shares: dict[str, float] = {}
     for sample, count in found:
         rows = len(sample.before)
@@ -163,7 +161,7 @@ def _tell(found: Sequence[tuple[Sample, int]], raises: bool) -> None:
     if len(shares) > 2:
         names += f" and {len(shares) - 2} more"
     message = f"{describe(names, f'{max(shares.values()):.0%} of rows')}, or {found[0][0].remedy}."
-    if raises:
+    if any(sample.raises for sample, _ in found):
         raise RuntimeError(message)
     warn(message, once=names)
 

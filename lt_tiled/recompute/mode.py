@@ -1,11 +1,11 @@
-"""What a recompute finds as its forward pass found it: random state, autocast, default dtype and kernels of attention.
+"""What a recompute finds as its forward pass found it: random state, autocast, default dtype, kernels and buffers.
 
 And what surrounds both: modes, hooks on saved tensors, transforms and other activation checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -121,6 +121,41 @@ def rounds_products() -> bool:
     # torch.get_float32_matmul_precision() raises where these attributes were set.
     backends: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
     return any(backend.fp32_precision in ("tf32", "bf16") for backend in backends)
+
+
+# Buffers
+
+SMALL = 2**20
+"""The most bytes of a buffer that is copied. Of a larger one the tensor is put back, whatever was written to it."""
+Values = dict[str, Tensor | None]
+
+
+class Buffers:
+    """The buffers of modules as they are now, without those of their submodules."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.values = [(module, _copied(module._buffers)) for module in modules]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let modules find these values in tensors of their own, and put back what is there now."""
+        before = [(module, module._buffers) for module, _ in self.values]
+        for module, values in self.values:
+            vars(module)["_buffers"] = _copied(values)
+        try:
+            yield
+        finally:
+            for module, buffers in before:
+                vars(module)["_buffers"] = buffers
+
+
+def _copied(buffers: Values) -> Values:
+    """Return buffers with copies of the small ones. One with a graph is replaced by code, not written to."""
+    values = dict(buffers)
+    for name, buffer in buffers.items():
+        if buffer is not None and not buffer.requires_grad and buffer.nbytes <= SMALL:
+            values[name] = buffer.detach().clone()
+    return values
 
 
 # Variables of other packages

@@ -44,8 +44,6 @@ class BlockFingerprints:
     def __init__(self, name: str, raises: bool) -> None:
         self.name = name
         self.raises = raises
-        self.task = torch._C._current_graph_task_id()
-        """The backward pass in which the forward pass runs, if it is part of another recompute."""
         self.taken: dict[Any, Tensor] = {}
         """By the place of a tensor among those that the block saves; of arguments, by the operator's call."""
         self.eps = 0.0
@@ -175,7 +173,7 @@ def _has_values(tensor: Tensor) -> bool:
 def _metadata(tensor: Tensor) -> Any:
     # A forward pass may differentiate blocks that ran before: what they recompute is not of this one.
     saved = _current.get()
-    if saved is None or saved.of.task != torch._C._current_graph_task_id():
+    if saved is None or is_backward():
         return tensor
     return saved.add(tensor)
 
