@@ -8,15 +8,14 @@ more for it. The weights are saved, too: autograd refuses those that were change
 NOTE [One order on all ranks]
 ZeRO-1 and 2 copy gradients into a bucket in the order in which they arrive, and sum the buckets of all ranks entry by
 entry. Ranks may run a call differently: its input is short on one of them, or has a hook. So every call passes its
-weights through an anchor, also if it runs untiled: all their gradients then arrive together. A norm that runs in the
-tiles of what follows it keeps an anchor of its own, as it has one if it runs alone. Autograd runs first what was
-recorded last, but nodes that add to ``weight.grad`` before all others, in an order that depends on what else waits. So
-each weight goes through a node of its own before the anchor.
+weights through an anchor, also if it runs untiled: all their gradients then arrive together, those of a norm behind
+those of what follows it. Autograd runs first what was recorded last, but nodes that add to ``weight.grad`` before all
+others, in an order that depends on what else waits. So each weight goes through a node of its own before the anchor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ from lt_tiled.tiling.weights import in_places, swapped, weights_of
 
 Edges = Sequence[Tensor]
 """The outputs of an anchor: a call's inputs, then its weights."""
-Through = Mapping[Tensor, Tensor]
-"""Weights, and the outputs of an anchor that they went through."""
 
 
 class Anchor(torch.autograd.Function):
@@ -47,11 +44,10 @@ class Anchor(torch.autograd.Function):
         return None, *gradients
 
 
-def anchored(call: TiledCall, inputs: Sequence[Tensor], through: Through) -> tuple[Tensor, Edges]:
+def anchored(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[Tensor, Edges]:
     """Return a link to the anchor, and its other outputs: the inputs and weights."""
     link = torch.empty(0, device=call.device, requires_grad=True)
-    weights = one_by_one([through.get(weight, weight) for weight in call.weights])
-    link, *edges = Anchor.apply([*inputs, *call.weights], link, *inputs, *weights)
+    link, *edges = Anchor.apply([*inputs, *call.weights], link, *inputs, *one_by_one(call.weights))
     return link, edges
 
 

@@ -147,12 +147,13 @@ class TileFunction:
         inside = [part for part in parts if part not in modules] if whole else parts
         return cls(run, modules, key, parts, inside)
 
-    def after(self, norm: TileFunction, count: int) -> TileFunction:
-        """Return the function that runs a norm first, whose arguments, so many, take the place of the first one."""
-        parts = list(norm.parts) + list(self.parts)
-        inside = list(norm.inside) + list(self.inside)
-        run = partial(_run_both, norm.run, self.run, count)
-        return TileFunction(run, norm.modules + self.modules, (norm.key, self.key), parts, inside, joined=True)
+    def after(self, first: TiledCall) -> TileFunction:
+        """Return the function that runs a norm's call first, whose tensors take the place of the first argument."""
+        parts = [*first.function.parts, *self.parts]
+        inside = [*first.function.inside, *self.inside]
+        run = partial(_run_both, first.run, self.run, len(first.per_token))
+        modules = first.function.modules + self.modules
+        return TileFunction(run, modules, (first.kind, self.key), parts, inside, joined=True)
 
 
 def _run_both(first: Callable[..., Any], second: Callable[..., Any], count: int, *args: Any, **kwargs: Any) -> Any:

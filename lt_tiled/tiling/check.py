@@ -60,29 +60,26 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], owner: Owner 
         torch.inference_mode(False),  # which does not take dropout apart
         torch.set_grad_enabled(with_graph),
     ):
-        _check(call, inputs, wide=True)
+        for wide in (True, False):
+            try:
+                check = _Check(call, inputs, wide)
+                with copies_in_place(call.function.parts, check.instead_of):
+                    check.run()
+                break
+            except NotPositionWiseError:
+                raise
+            except Exception as error:
+                # Its weights are too large or quantized, or its own code names a dtype.
+                if wide:
+                    continue
+                if isinstance(error, torch.OutOfMemoryError | MemoryError):
+                    raise
+                raise NotPositionWiseError(
+                    f"{call.name} fails when it is given a few of its tokens: {error}. Arguments that broadcast over"
+                    f" tokens must be expanded to all of them before the call. {REMEDY}"
+                ) from error
     if owner is not None:
         owner.passed.add(kind)
-
-
-def _check(call: TiledCall, inputs: Sequence[Tensor], wide: bool) -> None:
-    try:
-        check = _Check(call, inputs, wide)
-        with copies_in_place(call.function.parts, check.instead_of):
-            check.run()
-        return
-    except NotPositionWiseError:
-        raise
-    except Exception as error:
-        if not wide and isinstance(error, torch.OutOfMemoryError | MemoryError):
-            raise
-        if not wide:
-            raise NotPositionWiseError(
-                f"{call.name} fails when it is given a few of its tokens: {error}. Arguments that broadcast over"
-                f" tokens must be expanded to all of them before the call. {REMEDY}"
-            ) from error
-    # Its weights are too large or quantized, or its own code names a dtype.
-    _check(call, inputs, wide=False)
 
 
 class _Check:
@@ -159,7 +156,7 @@ class _Check:
         few.tiled.plans[few.kind] = find_plan(few, self.inputs)  # which runs one with a graph, to its end
         few.run = partial(self._run_tile, few.run, self.probe.drawn, call.per_token.index(True))
         with self.probe:
-            of_tiles = flatten(run_tiled(few, self.inputs, {}))[0]
+            of_tiles = flatten(run_tiled(few, self.inputs))[0]
         for index, (whole, own) in enumerate(zip(outputs, of_tiles, strict=True)):
             same = whole.shape == own.shape and whole.requires_grad <= own.requires_grad
             if not same or not torch.equal(whole.isfinite(), own.isfinite()):

@@ -37,7 +37,7 @@ from lt_tiled.modules.find import ENGINES, outermost, walk_all
 from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, has_hooks, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.recompute.mode import is_real, is_transformed
-from lt_tiled.tiling.anchor import Through, run_untiled
+from lt_tiled.tiling.anchor import run_untiled
 from lt_tiled.tiling.call import EngineNeeds, Owner, Plan, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
 from lt_tiled.tiling.check import check_position_wise
 from lt_tiled.tiling.cut import Tokens, tile_bounds
@@ -166,17 +166,15 @@ class TiledPatch(Tiled, Patch):
             function = replace(function, run=partial(run_recorded, function.run, tuple(collector)), key=(id(self), ""))
         # 2. Together with the norm that is pending before it,
         made: CallWithInputs | None = None
-        through: Through = {}
         swaps = False
         pending = args[0] if args else None
         if isinstance(pending, Pending) and pending.may_join(self.leader):
-            made = self.decide(module, *pending.followed_by(function, (pending, *values(args[1:]))), values(kwargs))
-            through = pending.through
+            both = function.after(pending.call)
+            made = self.decide(module, both, (*pending.inputs, *values(args[1:])), values(kwargs))
         # or alone.
         if made is None:
             args = values(args)
             kwargs = values(kwargs)
-            through = {}
             tensors = args
             # A norm of heads ``[B, N, S, D]`` gets them as they lie in memory: else its input would be copied.
             if self.spec.is_lone_norm and not self.spec.pends and _heads_are_swapped(args):
@@ -191,10 +189,10 @@ class TiledPatch(Tiled, Patch):
                 self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind, self.tiling)
             # 3. In the tiles of what follows, if that takes its output.
             if self._may_pend(module, call, inputs):
-                return Pending.of(call, inputs, through, self.leader)
+                return Pending.of(call, inputs, self.leader)
             # 4. In tiles of its own.
             if joined or self.spec.alone:
-                result = run_tiled(call, inputs, through)
+                result = run_tiled(call, inputs)
                 if swaps:
                     return result.transpose(1, 2)
                 return result if collector is None else record(result, collector)

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lt_tiled.recompute.mode import Precision, saved_tensors_hooks
-from lt_tiled.tiling.anchor import Edges, Through
-from lt_tiled.tiling.call import TiledCall, TileFunction
-from lt_tiled.tiling.run import Trace, run_later, run_now
+from lt_tiled.recompute.mode import Precision, saved_tensors_hooks, version_of
+from lt_tiled.tiling.anchor import anchored
+from lt_tiled.tiling.call import TiledCall
+from lt_tiled.tiling.run import TiledFunction, Trace, forward
 
 
 class Deferred(Tensor):
@@ -118,7 +118,8 @@ class Pending(Deferred):
     inputs: Sequence[Tensor]
     box: list[Trace]
     """What the call leaves for its backward pass, once it ran."""
-    edges: Edges
+    versions: list[int]
+    """Of the inputs."""
     group: Any
     """Who may run it in its tiles."""
     hooks: Any
@@ -126,13 +127,14 @@ class Pending(Deferred):
     _data: Tensor | None
 
     @classmethod
-    def of(cls, call: TiledCall, inputs: Sequence[Tensor], through: Through, group: Any) -> Pending:
+    def of(cls, call: TiledCall, inputs: Sequence[Tensor], group: Any) -> Pending:
         """Return the output of a call that runs on first use."""
         assert call.plan.output is not None
         tail, dtype = call.plan.output
         pending: Pending = cls.like((*call.tokens.lead, *tail), dtype, call.device)
         pending.call = call
         pending.inputs = inputs
+        pending.versions = list(map(version_of, inputs))
         pending.group = group
         pending.box = []
         pending._data = None
@@ -141,7 +143,8 @@ class Pending(Deferred):
         if inside is not None:
             inside.append(weakref.ref(pending))
         # The anchor saves inputs and weights as they are now, so autograd refuses those that change before it runs.
-        pending.edges = run_later(call, inputs, through, pending.box, pending)
+        link, edges = anchored(call, inputs)
+        TiledFunction.apply(call, pending.box, (pending,), link, *edges)
         return pending
 
     def compute(self) -> Tensor:
@@ -153,25 +156,19 @@ class Pending(Deferred):
     def data_value(self) -> Tensor:
         """Run the call, once, and return its output without a graph."""
         if self._data is None:
-            self._data = run_now(self.call, self.inputs, self.box)
+            with torch.inference_mode(False), torch.enable_grad(), self.call.precision.context():
+                (self._data,), trace = forward(self.call, self.inputs)
+            self.box.append(trace)
             self.inputs = []
         return self._data.detach()
 
     def may_join(self, group: Any) -> bool:
-        """Whether what follows may run in the same tiles: nothing used it, and gradients and autocast are as before."""
+        """Whether what follows may run in the same tiles: nothing used it, and all is as it was before."""
         if self.group is not group or self._data is not None or not torch.is_grad_enabled():
             return False
+        if list(map(version_of, self.inputs)) != self.versions:
+            return False
         return Precision.now(self.call.device) == self.call.precision and saved_tensors_hooks() == self.hooks
-
-    def followed_by(self, function: TileFunction, args: tuple[Any, ...]) -> tuple[TileFunction, tuple[Any, ...]]:
-        """Return what runs this and then a function on its output, and the arguments for both."""
-        own = self.edges[: len(self.inputs)]
-        return function.after(self.call.function, len(own)), (*own, *args[1:])
-
-    @property
-    def through(self) -> Through:
-        """The weights, and the outputs of the anchor that they went through."""
-        return dict(zip(self.call.weights, self.edges[len(self.inputs) :], strict=True))
 
 
 class _Value(torch.autograd.Function):

@@ -27,7 +27,7 @@ from lt_tiled.recompute.mode import (
     random_state_kept,
     saved_tensors_hooks,
 )
-from lt_tiled.tiling.anchor import Edges, Through, anchored, several_ranks
+from lt_tiled.tiling.anchor import anchored, several_ranks
 from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.cut import Assembly, each_tile, flatten
 from lt_tiled.tiling.effects import check_leaves
@@ -35,36 +35,17 @@ from lt_tiled.tiling.last import TileWatch
 from lt_tiled.tiling.weights import GradientSum, in_places, swapped
 
 
-def run_tiled(call: TiledCall, inputs: Sequence[Tensor], through: Through) -> Any:
-    """Run a call tile by tile, some of whose weights went through an anchor already."""
+def run_tiled(call: TiledCall, inputs: Sequence[Tensor]) -> Any:
+    """Run a call tile by tile."""
     # 1. Without a backward pass the tiles run, and that is all.
     if not call.differentiable:
         outputs, _ = forward(call, inputs)
     else:
         # 2. Save the inputs and weights before any arithmetic.
-        link, edges = anchored(call, inputs, through)
+        link, edges = anchored(call, inputs)
         # 3. Run all tiles without a graph; the node of this Function runs them again in the backward pass.
         outputs = TiledFunction.apply(call, [], (), link, *edges)
     return pytree.tree_unflatten(outputs, call.plan.layout.tree)
-
-
-def run_later(call: TiledCall, inputs: Sequence[Tensor], through: Through, box: list[Trace], output: Tensor) -> Edges:
-    """Give a tensor without memory its place in the graph, as the output of a call that :func:`run_now` may run.
-
-    Returns:
-        The outputs of the call's anchor.
-    """
-    link, edges = anchored(call, inputs, through)
-    TiledFunction.apply(call, box, (output,), link, *edges)
-    return edges
-
-
-def run_now(call: TiledCall, inputs: Sequence[Tensor], box: list[Trace]) -> Tensor:
-    """Run such a call, and return its output without a graph."""
-    with torch.inference_mode(False), torch.enable_grad(), call.precision.context():
-        outputs, trace = forward(call, inputs)
-    box.append(trace)
-    return outputs[0]
 
 
 @dataclass(frozen=True)
@@ -82,7 +63,7 @@ class Trace:
 class TiledFunction(torch.autograd.Function):
     """Runs a call; its inputs are the anchor's outputs: see NOTE [Weights are inputs].
 
-    A call that may run later returns ``later``, and puts its trace into the box when it runs.
+    A call that may run later returns ``later``, and puts its trace into the box when it runs: see NOTE [Pending].
     """
 
     @staticmethod

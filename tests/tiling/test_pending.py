@@ -189,7 +189,10 @@ def test_input_changed_before_the_output_is_used() -> None:
             return x + self.mlp(h)
 
     net = nn.Sequential(Changes()).double()
-    with prepare(net, tiling=Tiling(4, targets=["auto"])), pytest.raises(RuntimeError, match="modified inplace"):
+    with (
+        prepare(net, tiling=Tiling(4, targets=["auto"])),
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+    ):
         step(net, tokens())
 
 
