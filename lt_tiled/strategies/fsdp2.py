@@ -73,6 +73,11 @@ class _FSDP2(ShardedStrategy):
                 " tensor_parallel_size=1 to shard blocks."
             )
         # 2. Without a plan, each block is a unit. A weight that two units share would become two.
+        if not getattr(model, "automatic_optimization", True):
+            warn(
+                f"{name} becomes one FSDP root, whose weights the first backward pass of a step frees: for several in a"
+                " step, call fully_shard on each network in configure_model."
+            )
         blocks = self.blocks_to_shard(model)
         weights = len(list(model.parameters()))
         for module in [*blocks, model]:
@@ -90,11 +95,6 @@ class TrainerFSDP2(_FSDP2, TiledTrainerStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         module = self.lightning_module
-        if not module.automatic_optimization and not any(isinstance(part, FSDPModule) for part in module.modules()):
-            warn(
-                f"{type(module).__name__} becomes one FSDP root, whose weights the first backward pass of a step frees:"
-                " for several in a step, call fully_shard on each network in configure_model."
-            )
         self.shard(module)
         hook = vars(module).setdefault("configure_model", nothing)  # Lightning demands one that shards the model
         try:

@@ -76,8 +76,7 @@ def _check_order(file: str, checkpoint: dict[Any, Any], state: dict[Any, Any]) -
         for group in optimizer.param_groups:
             read += [places.get(weight) for weight in group["params"]]
         # 2. FSDP numbers them by the model, so only a file of other engines counts from 0 to the end.
-        counted = list(range(len(read)))
-        if saved == counted != read:
+        if saved == list(range(len(saved))) and read != list(range(len(read))):
             raise ValueError(
                 f"{file} numbers its optimizer states by parameter groups, which have another order than the weights"
                 " of the model: resume with the strategy that saved it, or save it sharded."
