@@ -60,8 +60,19 @@ def _freeze() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Schedule the tests by what they share."""
-    from tests.scheduling import Scheduling
+    """Run the tests of ``engines/`` and of ``sequence_parallel/`` in one process each, those of DeepSpeed in another,
+    each file of ``examples/`` in one, and other tests wherever a process is free.
+
+    Whole files would leave processes idle at the end, and single tests would start all ranks in every process.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            if "/engines/" in file or "/sequence_parallel/" in file:
+                return "deepspeed" if "zero" in nodeid or "deepspeed" in nodeid else str(Path(file).parent)
+            return file if "/examples/" in file else nodeid
 
     return Scheduling(config, log)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import linecache
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -19,7 +21,6 @@ from lt_tiled.modules.patch import get_patch
 from lt_tiled.recompute.mode import RandomState
 from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch
-from tests.interrupts import interrupted_at
 from tests.models import Block, Coded, GatedMLP, H, PlainMLP, RoutedMLP
 from tests.parity import EXACT, TIMES, errors, gradients, less_accurate, randn, reference, spread, worst
 
@@ -454,6 +455,35 @@ def test_tiled_module_in_a_tiled_module() -> None:
         tile(each, num_shards=2, self_check=False)
     for _ in range(2):
         assert worst(gradients(m, x), true) < EXACT
+
+
+def interrupted_at(line: int, run: Callable[[], object]) -> bool:
+    """Run and raise ``KeyboardInterrupt`` at the n-th line or call of the package; return whether there was one."""
+    left = line
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        code = frame.f_code
+        if "lt_tiled" not in code.co_filename:
+            return None
+        # Python handles no signal between the last line inside ``with`` and its end, which is an event too, and
+        # ignores exceptions in finalizers, as of a generator that was not read to its end.
+        text = linecache.getline(code.co_filename, frame.f_lineno).lstrip()
+        if event in ("call", "line") and not text.startswith("with ") and code.co_name != "<genexpr>":
+            left -= 1
+            if left <= 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
 
 
 @pytest.mark.slow
