@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, wrap
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
-from lt_tiled import ActivationCheckpointing
+from lt_tiled import ActivationCheckpointing, Tiling
 from tests.architectures import ARCHITECTURES
 from tests.engines.cells import draw
-from tests.models import WIDE, Block, GatedMLP, H, PythonNorm, RoutedMLP, TinyLM, lm_loss, tiny_llama
+from tests.models import Block, GatedMLP, H, PythonNorm, RoutedMLP, TinyLM, lm_loss, tiny_llama
 
 # The loss of a step on a rank. Sequences are of other lengths on each rank and in each step.
 
@@ -131,32 +131,17 @@ class Layer(nn.Module):
         return x + self.post_mlp_norm(self.mlp(self.pre_mlp_norm(x)))
 
 
-class Layers(nn.Module):
-    """Two of them between an embedding and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(32, H), nn.Linear(H, 32)
-        self.blocks = nn.ModuleList(Layer() for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class EarlyLoss(Layers):
+class EarlyLoss(TinyLM):
     """Adds a loss of the embedding on rank 0 alone, whose nodes wait until the end of the backward pass."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         early = self.embed(ids).square().mean() if dist.get_rank() == 0 else 0.0
         return super().forward(ids) + early
 
 
 def hooked() -> nn.Module:
     """Rank 0 alone watches modules, as W&B does."""
-    model = Layers()
+    model = of_blocks(Layer)()
     if dist.get_rank() == 0:
         model.blocks[0].mlp.up.register_forward_hook(lambda *_: None)
         model.blocks[1].pre_mlp_norm.register_forward_hook(lambda *_: None)
@@ -166,10 +151,10 @@ def hooked() -> nn.Module:
 class Restores(Block):
     """Draws random numbers, and changes one buffer in place and replaces another."""
 
-    def __init__(self, hidden: int = H, wide: int = WIDE) -> None:
-        super().__init__(hidden, wide)
-        self.register_buffer("changed", torch.ones(hidden))
-        self.register_buffer("replaced", torch.ones(hidden))
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("changed", torch.ones(H))
+        self.register_buffer("replaced", torch.ones(H))
 
     def forward(self, x: Tensor) -> Tensor:
         self.changed.add_(0.1)
@@ -184,15 +169,14 @@ class Mixing(GatedMLP):
         return super().forward(x - 0.5 * x.mean(-2, keepdim=True))
 
 
-class Routed(nn.Module):
+class Routed(RoutedMLP):
     """A mixture of more experts than four tokens can choose."""
 
     def __init__(self, hidden: int, wide: int) -> None:
-        super().__init__()
-        self.moe = RoutedMLP(8)
+        super().__init__(8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.moe(x)[0]
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
 
 
 def of_blocks(block: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -207,6 +191,8 @@ def of_blocks(block: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def of_architecture(name: str) -> Callable[[], nn.Module]:
+    """Return a function that builds a model of transformers."""
+
     def build() -> nn.Module:
         architecture = ARCHITECTURES[name]
         # Units of FSDP cannot share a weight.
@@ -295,22 +281,14 @@ class Kind:
 
     build: Callable[[], nn.Module] = TinyLM
     loss: Callable[[Any, int, int], Tensor] = of_logits
-    policies: dict[str, Any] = field(default_factory=dict)
-    """Besides tiles and activation checkpointing."""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Of the strategy, beside the policies."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of the Trainer."""
-    configure: Callable[[Any], None] | None = None
-    """What ``configure_model`` does to a built LightningModule."""
-    accumulate: int = 1
-    """In Fabric, the number of batches of an optimizer step."""
-    unused: bool = False
-    """Whether a rank leaves weights unused."""
-    untiled: bool = False
-    """Whether a module that ``auto`` finds runs untiled."""
-    alike: bool = True
-    """Whether the untiled losses of all engines are alike."""
+    policies: dict[str, Any] = field(default_factory=dict)  # besides tiles and activation checkpointing
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the strategy, besides the policies
+    options: dict[str, Any] = field(default_factory=dict)  # of the Trainer
+    configure: Callable[[Any], None] | None = None  # what configure_model does to a built LightningModule
+    accumulate: int = 1  # in Fabric, the number of batches of an optimizer step
+    unused: bool = False  # whether a rank leaves weights unused
+    untiled: bool = False  # whether a module that "auto" finds runs untiled
+    alike: bool = True  # whether the untiled losses of all engines are alike
     rate: float = 0.1
     engines: tuple[str, ...] = ("ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")
     loops: tuple[str, ...] = ("fabric",)
@@ -326,6 +304,7 @@ ON_DISK = {"activation_checkpointing": ActivationCheckpointing(offload="disk", k
 KEPT = {"activation_checkpointing": ActivationCheckpointing(keep="attention")}
 CHECKED = {"tiling": 3, "activation_checkpointing": None}
 UNTILED: dict[str, Any] = {"tiling": None, "activation_checkpointing": None}
+COMPILER: dict[str, Any] = {"backend": "aot_eager"}
 ALL = ("ddp", "fsdp", "fsdp_flat", "fsdp2", "zero1", "zero2", "zero3")
 TIED = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 """Engines under which blocks and embeddings may share weights."""
@@ -346,6 +325,12 @@ KINDS = {
     "after": Kind(rate=1.0, engines=("ddp", "fsdp2", "zero1", "zero2"), loops=("plain, prepared after",)),
     "used": Kind(rate=1.0, engines=ALL, loops=("plain, used before",)),
     "copy": Kind(rate=1.0, engines=("zero3",), loops=("plain, a copy",)),
+    "compiled": Kind(
+        policies={"tiling": Tiling(3, compile=COMPILER, self_check=False)},
+        rate=1.0,
+        engines=("ddp", "fsdp2"),
+        loops=("plain, compiled",),
+    ),
     "callback": Kind(rate=1.0, engines=("ddp", "fsdp", "zero3"), loops=("callback",)),
     "callback, stock": Kind(rate=1.0, configure=shard_all, engines=("fsdp2",), loops=("callback",)),
     # What Trainer and engines are asked for.
@@ -395,11 +380,13 @@ KINDS = {
         of_blocks(lambda: Block(mlp=Routed)), of_lengths(4), unused=True, engines=("ddp", "fsdp2")
     ),
     "tokens are mixed": Kind(of_blocks(lambda: Block(mlp=Mixing)), of_logits, CHECKED, untiled=True),
-    "hooks": Kind(hooked, untiled=True, engines=("zero1", "zero2"), loops=("plain",)),
-    "early loss": Kind(EarlyLoss, of_lengths(48, 3), untiled=True, engines=("zero1", "zero2"), loops=("plain",)),
-    "4096 and 512 tokens": Kind(Layers, of_lengths(4096, 512), {"tiling": True}, untiled=True),
-    "4096 and 1 token": Kind(Layers, of_lengths(1, 4096), {"tiling": True}, untiled=True),
-    "4096 and no tokens": Kind(Layers, of_lengths(4096, 0), {"tiling": True}, untiled=True),
+    "hooks": Kind(hooked, untiled=True, rate=1.0, engines=("zero1", "zero2"), loops=("plain",)),
+    "early loss": Kind(
+        EarlyLoss, of_lengths(48, 3), untiled=True, rate=1.0, engines=("zero1", "zero2"), loops=("plain",)
+    ),
+    "4096 and 512 tokens": Kind(of_blocks(Layer), of_lengths(4096, 512), {"tiling": True}, untiled=True),
+    "4096 and 1 token": Kind(of_blocks(Layer), of_lengths(1, 4096), {"tiling": True}, untiled=True),
+    "4096 and no tokens": Kind(of_blocks(Layer), of_lengths(4096, 0), {"tiling": True}, untiled=True),
     # Several forward passes before one backward pass.
     "two calls": Kind(loss=of_calls(lambda ids, loss: loss(ids[0]) + 2 * loss(ids[1]))),
     "three calls": Kind(loss=of_calls(lambda ids, loss: loss(ids[0]) + 2 * loss(ids[1]) + loss(ids[2]))),

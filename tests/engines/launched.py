@@ -9,23 +9,25 @@ import gc
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lt_tiled import prepare
 from tests.engines.cells import sgd
 from tests.engines.kinds import KINDS
-from tests.engines.test_matrix import STEPS, TILED, Losses, check_report, in_plain_loop, in_trainer
+from tests.engines.test_matrix import TILED, Losses, in_plain_loop, in_trainer, train
 
 
 def plain(engine: str) -> Losses:
     """A loop of the user's own, under torchrun and under DeepSpeed's launcher."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    return in_plain_loop(engine, KINDS["checkpointed"], True)
+    return in_plain_loop(engine, KINDS["checkpointed"], TILED)
 
 
 def lightning(engine: str) -> Losses:
     """A Trainer that offloads to the disk."""
-    return in_trainer(engine, KINDS["everything"], True)
+    kind = KINDS["everything"]
+    return in_trainer(engine, kind, TILED | kind.policies)
 
 
 def accelerate(engine: str) -> Losses:
@@ -39,15 +41,15 @@ def accelerate(engine: str) -> Losses:
         accelerator = Accelerator(cpu=engine == "ddp")
         model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
         assert engine == "ddp" or model.zero_optimization_stage() == int(engine[-1])
-        losses = []
-        for step in range(STEPS):
+
+        def step_on(step: int) -> Tensor:
             loss = kind.loss(model, step, dist.get_rank())
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        check_report(net, kind, TILED)
-    return losses, []
+            return loss
+
+        return train(model, kind, step_on)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lt_tiled.lm import CausalLM
 from tests.engines.cells import whole_weights
@@ -21,14 +22,6 @@ from tests.world import World
 
 LLAMA = {"model_type": "llama", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-
-
-class Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": Ids()[index]}
 
 
 class Watched(CausalLM):
@@ -46,7 +39,7 @@ class Watched(CausalLM):
 def causal(_: str, name: str, **source: Any) -> tuple[dict[str, Tensor], list[tuple[int, float]]]:
     pl.seed_everything(1, verbose=False)
     model = Watched(**source)
-    loader = torch.utils.data.DataLoader(Words(), batch_size=1)
+    loader = DataLoader([{"input_ids": Ids()[index]} for index in range(4)])  # type: ignore[arg-type]
     trainer(name, devices=dist.get_world_size(), max_steps=1).fit(model, loader)
     return model.weights, model.groups
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -19,12 +19,11 @@ import lt_tiled
 from lt_tiled import Tiling, prepare
 from lt_tiled.callbacks import Tiled
 from lt_tiled.report import Report
-from tests.engines.cells import launch, strategy, wrapped
+from tests.engines.cells import launch, set_up, strategy, wrapped
 from tests.engines.conftest import OnRanks
-from tests.engines.kinds import ALL, KINDS, UNTILED, Kind
+from tests.engines.kinds import COMPILER, KINDS, UNTILED, Kind
 from tests.lit import Tiny, replaced, trainer
 from tests.parity import near
-from tests.world import World
 
 pytestmark = pytest.mark.self_checks
 
@@ -32,10 +31,6 @@ STEPS = 4
 TILED: dict[str, Any] = {"tiling": Tiling(3, self_check=False), "activation_checkpointing": True}
 Losses = tuple[list[float], list[float]]
 """Of each step, and of a batch after it in evaluation mode."""
-
-
-def policies_of(kind: Kind, tiled: bool) -> dict[str, Any]:
-    return TILED | kind.policies if tiled else UNTILED
 
 
 def strategy_of(home: Any, engine: str, kind: Kind, policies: dict[str, Any]) -> Any:
@@ -68,37 +63,41 @@ def check_report(model: nn.Module, kind: Kind, policies: dict[str, Any]) -> None
         assert report.offloaded.disk_bytes > 0
 
 
-def in_fabric(engine: str, kind: Kind, tiled: bool) -> Losses:
-    """Steps and evaluations in Fabric."""
-    policies = policies_of(kind, tiled)
+def train(model: Any, kind: Kind, step_on: Callable[[int], Tensor]) -> Losses:
+    """Train, with an evaluation after each step."""
+    losses, val_losses = list[float](), list[float]()
+    for step in range(STEPS):
+        losses.append(float(step_on(step).detach()))
+        model.eval()
+        with torch.no_grad():
+            val_losses.append(float(kind.loss(model, STEPS, dist.get_rank())))
+        model.train()
+    return losses, val_losses
+
+
+def in_fabric(engine: str, kind: Kind, policies: dict[str, Any]) -> Losses:
+    """Losses in Fabric."""
     fabric = launch(strategy_of(lt_tiled.fabric, engine, kind, policies))
     net = kind.build()
-    optimizer: Any = optimizer_of(kind, net.parameters())
-    losses, val_losses = list[float](), list[float]()
+
+    def step_on(step: int) -> Tensor:
+        waits = (step + 1) % kind.accumulate > 0
+        with fabric.no_backward_sync(model, enabled=waits):
+            loss = kind.loss(model, step, fabric.global_rank)
+            fabric.backward(loss)
+        if not waits:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
     try:
-        if engine == "fsdp_flat":
-            model = fabric.setup_module(net)
-            optimizer = fabric.setup_optimizers(optimizer_of(kind, model.parameters()))
-        else:
-            model, optimizer = fabric.setup(net, optimizer)
-        for step in range(STEPS):
-            waits = (step + 1) % kind.accumulate > 0
-            with fabric.no_backward_sync(model, enabled=waits):
-                loss = kind.loss(model, step, fabric.global_rank)
-                fabric.backward(loss)
-            losses.append(float(loss.detach()))
-            if not waits:
-                optimizer.step()
-                optimizer.zero_grad()
-            model.eval()
-            with torch.no_grad():
-                val_losses.append(float(kind.loss(model, STEPS, fabric.global_rank)))
-            model.train()
+        model, optimizer = set_up(fabric, net, engine, partial(optimizer_of, kind))
+        found = train(model, kind, step_on)
         check_report(net, kind, policies)
     finally:
         fabric.strategy.release()
     assert replaced(net) == 0
-    return losses, val_losses
+    return found
 
 
 class Steps(Tiny):
@@ -144,40 +143,36 @@ def fit(module: Any, chosen: Any, **options: Any) -> Losses:
     return module.losses, module.val_losses
 
 
-def in_trainer(engine: str, kind: Kind, tiled: bool) -> Losses:
+def in_trainer(engine: str, kind: Kind, policies: dict[str, Any]) -> Losses:
     """The same in the Trainer of ``lightning``."""
-    policies = policies_of(kind, tiled)
     return fit(Lit(kind, policies), strategy_of(lt_tiled, engine, kind, policies))
 
 
-def in_other_trainer(engine: str, kind: Kind, tiled: bool) -> Losses:
+def in_other_trainer(engine: str, kind: Kind, policies: dict[str, Any]) -> Losses:
     """The same in the Trainer of ``pytorch_lightning``."""
     import pytorch_lightning
 
     import lt_tiled.pytorch_lightning as home
 
-    policies = policies_of(kind, tiled)
     module = type("OtherLit", (Steps, pytorch_lightning.LightningModule), {})(kind, policies)
     return fit(module, strategy_of(home, engine, kind, policies), kind=pytorch_lightning.Trainer)
 
 
-def by_callback(engine: str, kind: Kind, tiled: bool) -> Losses:
+def by_callback(engine: str, kind: Kind, policies: dict[str, Any]) -> Losses:
     """The same with a callback beside a strategy of Lightning, or of ours without policies where theirs needs a GPU."""
-    policies = policies_of(kind, tiled)
     stock: dict[str, Any] = {"ddp": DDPStrategy(), "fsdp2": ModelParallelStrategy(2, 1)}
     chosen = stock.get(engine) or strategy_of(lt_tiled, engine, kind, UNTILED)
     callback = Tiled(policies["tiling"], policies["activation_checkpointing"])
-    return fit(Lit(kind, policies), chosen, callbacks=[callback] if tiled else [])
+    return fit(Lit(kind, policies), chosen, callbacks=[callback])
 
 
-def in_plain_loop(engine: str, kind: Kind, tiled: bool, when: str = "before") -> Losses:
-    """Steps and evaluations without Lightning: the model is prepared before or after the engine wraps it, runs before
-    that, or is a copy of a prepared one.
+def in_plain_loop(engine: str, kind: Kind, policies: dict[str, Any], when: str = "before") -> Losses:
+    """Losses without Lightning: the model is prepared before or after the engine wraps it, runs before that, is a copy
+    of a prepared one, or is compiled.
     """
-    policies = policies_of(kind, tiled)
     torch.manual_seed(0)
     net = kind.build()
-    if tiled and when != "after":
+    if when != "after":
         prepare(net, **policies)
     if when == "used":
         kind.loss(net, STEPS, 0).backward()
@@ -185,20 +180,21 @@ def in_plain_loop(engine: str, kind: Kind, tiled: bool, when: str = "before") ->
     if when == "copy":
         net = deepcopy(net)
     model, backward, step = wrapped(engine, net)
-    if tiled and when == "after":
+    if when == "after":
         prepare(model, **policies)
-    losses, val_losses = list[float](), list[float]()
-    for index in range(STEPS):
+    if when == "compiled":
+        torch._dynamo.reset()
+        model = torch.compile(model, **COMPILER)
+
+    def step_on(index: int) -> Tensor:
         loss = kind.loss(model, index, dist.get_rank())
         backward(loss)
         step()
-        losses.append(float(loss.detach()))
-        model.eval()
-        with torch.no_grad():
-            val_losses.append(float(kind.loss(model, STEPS, dist.get_rank())))
-        model.train()
+        return loss
+
+    found = train(model, kind, step_on)
     check_report(net, kind, policies)
-    return losses, val_losses
+    return found
 
 
 LOOPS = {
@@ -210,18 +206,21 @@ LOOPS = {
     "plain, prepared after": partial(in_plain_loop, when="after"),
     "plain, used before": partial(in_plain_loop, when="used"),
     "plain, a copy": partial(in_plain_loop, when="copy"),
+    "plain, compiled": partial(in_plain_loop, when="compiled"),
 }
 CELLS = [(loop, engine, name) for name, kind in KINDS.items() for loop in kind.loops for engine in kind.engines]
 
 
 def run(engine: str, loop: str, name: str, tiled: bool) -> Losses:
-    return LOOPS[loop](engine, KINDS[name], tiled)
+    kind = KINDS[name]
+    return LOOPS[loop](engine, kind, TILED | kind.policies if tiled else UNTILED)
 
 
 @pytest.mark.table(
     "fabric-(ddp|fsdp|zero2)-tiles|fabric-(fsdp_flat|zero1)-checkpointed|fabric-(ddp|fsdp2|zero3)-everything"
     "|trainer-ddp-tiles|trainer-.*-everything|pytorch_lightning-(fsdp2|zero2)-everything|plain-(fsdp|zero1)-tiles"
-    "|plain, .*-(zero2-after|ddp-after|zero3-used|zero3-copy)|callback-(ddp|zero3)-callback|callback-.*-callback, stock"
+    "|plain, .*-(zero2-after|ddp-after|zero3-used|zero3-copy|fsdp2-compiled)"
+    "|callback-(ddp|zero3)-callback|callback-.*-callback, stock"
     "|fabric-zero3-random state and buffers|fabric-fsdp2-accumulation"
     "|trainer-(ddp|zero3)-accumulation by Trainer|trainer-(fsdp_flat|zero1)-clipping"
     "|fabric-fsdp-(random state and buffers|policy of norms)"
@@ -238,25 +237,8 @@ def test_losses(loop: str, engine: str, name: str, on_ranks: OnRanks) -> None:
     where engines differ, and modules are tiled, checkpointed and offloaded.
     """
     kind = KINDS[name]
-    alike = "ddp" if kind.alike else engine
-    plain = on_ranks.once(run, alike, kind.loops[0], name, False)
+    plain = on_ranks.once(run, "ddp" if kind.alike else engine, "trainer" if kind.options else "fabric", name, False)
     for (true, true_val), (found, val) in zip(plain, on_ranks(run, engine, loop, name, True), strict=True):
-        assert len(true) == STEPS
         assert true[-1] != true[0]
         assert found == near(true)
         assert val == near(true_val)
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[World]:
-    world = World(1)
-    yield world
-    world.close()
-
-
-@pytest.mark.table("fsdp2|zero3")
-@pytest.mark.parametrize("engine", ALL)
-def test_one_device(engine: str, one_rank: World) -> None:
-    """Every engine runs in a single process, with the losses of plain training."""
-    (plain,) = one_rank(run, "ddp", "trainer", "everything", False)
-    assert one_rank(run, engine, "trainer", "everything", True) == [(near(plain[0]), near(plain[1]))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ weights of before."""
 
 
 class OneStep(LitTiny):
-    """Trains with plain SGD, on the two sequences of each rank."""
+    """Trains with plain SGD, on the two sequences of each rank, and gathers all weights before and after."""
 
     def training_step(self, ids: Tensor, index: int) -> Tensor:
         return super().training_step(SEQUENCES[self.global_rank], index)
@@ -32,28 +31,23 @@ class OneStep(LitTiny):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.trainer.model.parameters(), RATE)
 
+    def on_train_start(self) -> None:
+        self.before = whole_weights(self.trainer.model, self.net)
 
-class Weights(pl.Callback):
-    """Gathers all weights before and after the training."""
-
-    def on_train_start(self, run: pl.Trainer, module: pl.LightningModule) -> None:
-        self.before = whole_weights(run.model, module.net)
-
-    def on_train_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
-        self.after = whole_weights(run.model, module.net)
+    def on_train_end(self) -> None:
+        self.after = whole_weights(self.trainer.model, self.net)
 
 
 def gradient_errors(engine: str, mode: str, directory: str, precision: str) -> dict[str, float]:
     """Return the errors of one step's gradients against float64 on one process."""
-    weights = Weights()
-    options = {"precision": precision, "callbacks": [weights], "max_steps": 1, "limit_val_batches": 0}
-    chosen = strategy(lt_tiled, engine, **policies(mode, directory))
-    trainer(chosen, devices=dist.get_world_size(), **options).fit(OneStep())
+    module, chosen = OneStep(), strategy(lt_tiled, engine, **policies(mode, directory))
+    options = {"precision": precision, "max_steps": 1, "limit_val_batches": 0}
+    trainer(chosen, devices=dist.get_world_size(), **options).fit(module)
     exact = TinyLM().double()
-    exact.load_state_dict(weights.before)
+    exact.load_state_dict(module.before)
     ids = SEQUENCES.flatten(0, 1)
     lm_loss(exact(ids), ids).backward()
-    found = {name: (weights.before[name] - after) / RATE for name, after in weights.after.items()}
+    found = {name: (module.before[name] - after) / RATE for name, after in module.after.items()}
     return errors(found, {name: weight.grad for name, weight in exact.named_parameters()})
 
 

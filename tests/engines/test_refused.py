@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,35 +22,22 @@ from tests.world import World
 # Setup
 
 
-def shards_inside(module: LitTiny) -> None:
-    """Make the gate projection a unit of its own."""
-    for block in module.net.blocks:
-        for part in (block.mlp.gate, block):
-            fully_shard(part, mesh=module.device_mesh["data_parallel"])
-    fully_shard(module.net, mesh=module.device_mesh["data_parallel"])
-
-
-def ties_blocks(module: LitTiny) -> None:
-    """Let two blocks share a weight."""
-    first, second = module.net.blocks
-    second.mlp.down.weight = first.mlp.down.weight
-
-
-def ties_rest(module: LitTiny) -> None:
-    """Let a block share a weight with what is outside of the blocks."""
-    module.scale = module.net.blocks[0].norm1.weight
-
-
-class Changed(LitTiny):
-    """Does something to its model in ``configure_model``."""
-
-    def __init__(self, change: Callable[[LitTiny], None]) -> None:
-        super().__init__()
-        self.change = change
+class ShardsInside(LitTiny):
+    """Makes the gate projection a unit of its own."""
 
     def configure_model(self) -> None:
         super().configure_model()
-        self.change(self)
+        for module in (*(part for block in self.net.blocks for part in (block.mlp.gate, block)), self.net):
+            fully_shard(module, mesh=self.device_mesh["data_parallel"])
+
+
+class TiesBlocks(LitTiny):
+    """Two blocks share a weight."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        first, second = self.net.blocks
+        second.mlp.down.weight = first.mlp.down.weight
 
 
 def widens(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -60,18 +46,17 @@ def widens(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
 
 
 INSIDE = "net.blocks.0.mlp (GatedMLP) is tiled, and gate inside it is an FSDP unit"
-AT_SETUP: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    INSIDE: ("fsdp", LitTiny.parameters, {"auto_wrap_policy": widens}),
-    f"{INSIDE}, all-gathered for every tile": ("fsdp2", shards_inside, {}),
-    "Blocks of Changed share a weight with each other": ("fsdp2", ties_blocks, {}),
-    "Blocks of Changed share a weight": ("fsdp2", ties_rest, {}),
+AT_SETUP: dict[str, tuple[str, type[LitTiny], dict[str, Any]]] = {
+    INSIDE: ("fsdp", LitTiny, {"auto_wrap_policy": widens}),
+    f"{INSIDE}, all-gathered for every tile": ("fsdp2", ShardsInside, {}),
+    "Blocks of TiesBlocks share a weight with each other": ("fsdp2", TiesBlocks, {}),
 }
 
 
-def fit_refused(engine: str, change: Any, options: dict[str, Any]) -> tuple[str, str, list[float], int]:
-    module = Changed(change)
-    run = trainer(strategy(lt_tiled, engine, tiling=4, **options), devices=dist.get_world_size())
-    return *error_of(lambda: run.fit(module)), module.losses, replaced(module)
+def fit_refused(engine: str, model: type[LitTiny], options: dict[str, Any]) -> tuple[str, str, list[float], int]:
+    module, chosen = model(), strategy(lt_tiled, engine, tiling=4, **options)
+    error = error_of(lambda: trainer(chosen, devices=dist.get_world_size()).fit(module))
+    return *error, module.losses, replaced(module)
 
 
 @pytest.mark.parametrize("message", AT_SETUP)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import logging
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 import lt_tiled
 from lt_tiled import tiled_linear_cross_entropy
-from tests.engines.cells import error_of, launch, step_on, strategy
+from tests.engines.cells import error_of, launch, sgd, step_on, strategy
 from tests.engines.conftest import OnRanks
 from tests.lit import Ids, LitTiny, replaced, trainer
 from tests.models import TinyLM, lm_loss
@@ -109,32 +107,19 @@ def test_all_stages(engine: str, kind: type[HoldsWeights], on_ranks: OnRanks) ->
             torch.testing.assert_close(tensor, other, rtol=1e-4, atol=1e-4)
 
 
-def steps(engine: str, method: str) -> tuple[list[float], list[float], Tensor]:
-    """Three steps by a registered method or a step of a LightningModule, then a validation and a prediction."""
+def steps(engine: str) -> list[float]:
+    """Three steps in Fabric by the step of a LightningModule, then a validation."""
     fabric, module = launch(engine, tiling=4), HoldsWeights()
-    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), 1.0, momentum=0.9))
-    register_fsdp_forward_method(module, "loss")
-    model.mark_forward_method("loss")  # as DDP needs it
-    losses = []
-    for index in range(3):
-        ids = torch.stack([Ids()[2 * index], Ids()[2 * index + 1]])
-        loss = model.loss(ids) if method == "loss" else model.training_step(ids, index)
-        losses.append(step_on(fabric, optimizer, loss))
-    model.eval()
-    with torch.no_grad():
-        model.validation_step(ids, 0)
-        hidden = model(ids)
+    model, optimizer = fabric.setup(module, sgd(module.parameters()))
+    losses = [step_on(fabric, optimizer, model.training_step(Ids()[index][None], index)) for index in range(3)]
+    model.validation_step(Ids()[3][None], 0)
     fabric.strategy.release()
-    return losses, module.val_losses, hidden
+    return losses + module.val_losses
 
 
-@pytest.mark.parametrize("method", ["loss", "training_step"])
-def test_registered_methods(method: str, world: World) -> None:
-    """Under FSDP2 in Fabric, registered methods and steps of a LightningModule use weights that the module holds."""
-    for plain, found in zip(world(steps, "ddp", method), world(steps, "fsdp2", method), strict=True):
-        assert found[0] == near(plain[0])
-        assert found[1] == near(plain[1])
-        torch.testing.assert_close(found[2], plain[2], rtol=1e-5, atol=1e-5)
+def test_steps_in_fabric(world: World) -> None:
+    """Under FSDP2 in Fabric, steps of a LightningModule use weights that the module holds."""
+    assert world(steps, "fsdp2") == [near(losses) for losses in world(steps, "ddp")]
 
 
 class TwoNetworks(LitTiny):
@@ -160,20 +145,12 @@ class TwoNetworks(LitTiny):
             optimizer.step()
 
 
-def two_networks(shards: bool) -> tuple[str, str]:
-    """The error of a fit, and what was logged."""
-    said = io.StringIO()
-    handler = logging.StreamHandler(said)
-    logging.getLogger("lt_tiled").addHandler(handler)
-    run = trainer(strategy(lt_tiled, "fsdp2"), devices=dist.get_world_size(), limit_val_batches=0)
-    kind, _ = error_of(lambda: run.fit(TwoNetworks(shards)))
-    logging.getLogger("lt_tiled").removeHandler(handler)
-    return kind, said.getvalue()
-
-
-def test_several_backward_passes_in_a_step(world: World) -> None:
+@pytest.mark.slow
+def test_several_backward_passes_in_a_step(caplog: pytest.LogCaptureFixture) -> None:
     """Under FSDP2 a module that shards its networks may run several backward passes in a step; another is told to."""
-    for kind, said in world(two_networks, True):
-        assert (kind, "FSDP root" in said) == ("", False)
-    said = world(two_networks, False)[0][1]  # rank 0 logs
-    assert "for several in a step, call fully_shard on each network in configure_model" in said
+    for shards in (True, False):
+        run = trainer(strategy(lt_tiled, "fsdp2"), limit_val_batches=0)
+        kind, _ = error_of(lambda run=run, shards=shards: run.fit(TwoNetworks(shards)))
+        assert not shards or kind == ""
+        said = "for several in a step, call fully_shard on each network in configure_model"
+        assert (said in caplog.text) is not shards

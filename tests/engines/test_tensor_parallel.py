@@ -11,13 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -62,26 +59,18 @@ def test_tensor_parallel_plan(world: World, tmp_path: Path) -> None:
 
 
 MLP = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
-SHARD = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True)
-GATHER = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-HEADS: dict[str, ParallelStyle | None] = {
-    "whole": None,
-    "columns of a DTensor": ColwiseParallel(use_local_output=False),
-    "columns after a sequence": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+HEADS = {
+    "whole": {},
+    "columns": {"lm_head": ColwiseParallel(output_layouts=Replicate())},
+    "columns of a DTensor": {"lm_head": ColwiseParallel(use_local_output=False)},
 }
 
 
 def tensor_parallel_head(head: str, mesh: DeviceMesh, model: nn.Module) -> nn.Module:
-    """Split the MLPs of a Llama, its head, and with a sequence the norms before them."""
-    style, tensor, norms = HEADS[head], mesh["tensor_parallel"], "sequence" in head
+    """Split the MLPs of a Llama, and its head."""
     for block in model.model.layers:
-        parallelize_module(block.mlp, tensor, MLP)
-        if norms:
-            parallelize_module(block.mlp, tensor, GATHER)
-    for norm in (*(block.post_attention_layernorm for block in model.model.layers), model.model.norm) if norms else ():
-        parallelize_module(norm, tensor, SHARD)
-        parallelize_module(norm, tensor, SequenceParallel())
-    return model if style is None else parallelize_module(model, tensor, {"lm_head": style})
+        parallelize_module(block.mlp, mesh["tensor_parallel"], MLP)
+    return parallelize_module(model, mesh["tensor_parallel"], HEADS[head])
 
 
 def tensor_parallel_gradients(head: str, **options: Any) -> tuple[dict[str, Tensor], str]:
@@ -102,7 +91,7 @@ def tensor_parallel_gradients(head: str, **options: Any) -> tuple[dict[str, Tens
 
 @pytest.mark.parametrize("head", HEADS)
 def test_tiled_loss_of_a_tensor_parallel_plan(head: str, world: World) -> None:
-    """With any plan for the head and the norms, ``loss=True`` has the loss and gradients of the same plan untiled: in
+    """With any plan for the head, ``loss=True`` has the loss and gradients of the same plan untiled: in
     tiles where the plan leaves the head whole, from full logits elsewhere.
     """
     untiled = partial(tensor_parallel_gradients, tiling=False, activation_checkpointing=False)
@@ -114,27 +103,22 @@ def test_tiled_loss_of_a_tensor_parallel_plan(head: str, world: World) -> None:
 
 def refused(options: dict[str, Any]) -> tuple[str, str]:
     """The error at setup."""
-
-    def set_up_one() -> None:
-        chosen = lt_tiled.fabric.TiledModelParallelStrategy(**options)
-        launch(chosen).setup_module(TinyLM())
-
-    return error_of(set_up_one)
+    return error_of(lambda: launch(lt_tiled.fabric.TiledModelParallelStrategy(**options)).setup_module(TinyLM()))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tensor_parallel_size": 2}, "needs a plan for tensor_parallel_size=2 and data_parallel_size=1"),
-        ({"data_parallel_size": 1}, "needs a plan for tensor_parallel_size=2 and data_parallel_size=1"),
-        ({"parallelize_fn": tensor_parallel}, "needs a plan for tensor_parallel_size=1 and data_parallel_size=2"),
-    ],
-)
-def test_what_is_refused(options: dict[str, Any], message: str, world: World) -> None:
+WITHOUT_A_PLAN: list[tuple[dict[str, Any], str]] = [
+    ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 and data_parallel_size=1"),
+    ({"data_parallel_size": 1}, "tensor_parallel_size=2 and data_parallel_size=1"),
+    ({"parallelize_fn": tensor_parallel}, "tensor_parallel_size=1 and data_parallel_size=2"),
+]
+
+
+@pytest.mark.parametrize(("options", "sizes"), WITHOUT_A_PLAN)
+def test_without_a_plan(options: dict[str, Any], sizes: str, world: World) -> None:
     """Tensor-parallel ranks without a plan, and data-parallel ranks with a plan alone, are refused on each rank."""
     for kind, text in world(refused, options):
         assert kind == "ValueError"
-        assert message in text
+        assert f"needs a plan for {sizes}" in text
 
 
 def places() -> list[tuple[int, int]]:

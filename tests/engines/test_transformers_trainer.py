@@ -14,6 +14,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 
 from lt_tiled.transformers import TiledCallback, share_batches
 from tests.callbacks.test_transformers import patches, trainer_of
+from tests.engines.cells import zero
 from tests.engines.conftest import OnRanks
 from tests.world import World
 
@@ -23,15 +24,11 @@ ENGINES = ("ddp", "zero1", "zero2", "zero3")
 
 def arguments_of(engine: str) -> dict[str, Any]:
     """The TrainingArguments with which Accelerate takes an engine."""
-    if engine.startswith("zero"):
-        zero = {
-            "stage": int(engine[-1]),
-            "stage3_param_persistence_threshold": 0,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        }
-        auto = {"gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}
-        return {"deepspeed": {"zero_optimization": zero, "zero_allow_untested_optimizer": True, **auto}}
-    return {}
+    if engine == "ddp":
+        return {}
+    config = zero(engine) | {"gradient_accumulation_steps": "auto"}
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    return {"deepspeed": config}
 
 
 class SharedTrainer(Trainer):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from lt_tiled import prepare
 from tests.models import tiny_llama
 
 pytest.importorskip("trl")  # which Python 3.10 lacks
@@ -29,45 +30,26 @@ def train(kind: str, callback: dict[str, Any] | None, directory: Path, **options
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-    import lt_tiled
     from lt_tiled.transformers import TiledCallback
 
     torch.manual_seed(0)
-    model, more = tiny_llama(use_cache=False, pad_token_id=0, eos_token_id=1, max_position_embeddings=256), {}
+    fields = {"use_cache": False, "pad_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 256}
+    model, more = tiny_llama(**fields), {}
     texts = ["the quick brown fox jumps over the lazy dog " * 2, "pack my box with five dozen jugs "] * 4
+    rows, trainer_of, config_of = {"text": texts}, SFTTrainer, SFTConfig
     if kind == "dpo":
         rows = {"prompt": texts, "chosen": [t[::-1] for t in texts], "rejected": [t[3:] for t in texts]}
         torch.manual_seed(1)
-        reference = tiny_llama(use_cache=False, pad_token_id=0, eos_token_id=1, max_position_embeddings=256)
+        more["ref_model"] = tiny_llama(**fields)
         if callback is not None:
-            lt_tiled.prepare(reference, tiling=3)
-        more, trainer_of, config_of = {"ref_model": reference}, DPOTrainer, DPOConfig
-    else:
-        rows, trainer_of, config_of = {"text": texts}, SFTTrainer, SFTConfig
-    arguments = config_of(
-        str(directory),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=2,
-        max_steps=2,
-        learning_rate=1e-2,
-        optim="sgd",
-        save_strategy="no",
-        report_to="none",
-        logging_steps=1,
-        disable_tqdm=True,
-        max_length=96,
-        **options,
-    )
+            prepare(more["ref_model"], tiling=3)
+        trainer_of, config_of = DPOTrainer, DPOConfig
+    shared = {"max_steps": 2, "learning_rate": 1e-2, "optim": "sgd", "max_length": 96, "per_device_train_batch_size": 2}
+    quiet = {"save_strategy": "no", "report_to": "none", "logging_steps": 1, "disable_tqdm": True}
+    arguments = config_of(str(directory), use_cpu=True, bf16=False, **shared, **quiet, **options)
     kept = [] if callback is None else [TiledCallback(**callback)]
-    trainer = trainer_of(
-        model,
-        args=arguments,
-        train_dataset=Dataset.from_dict(rows),
-        processing_class=tokenizer(),
-        callbacks=list(kept),
-        **more,
-    )
+    data = {"train_dataset": Dataset.from_dict(rows), "processing_class": tokenizer()}
+    trainer = trainer_of(model, args=arguments, callbacks=list(kept), **data, **more)
     trainer.train()
     for used in kept:
         assert used.report is not None
