@@ -38,31 +38,23 @@ class Long(LitTiny):
         return DataLoader(torch.arange(8)[:, None].expand(8, self.seq_len) % 32, batch_size=2)
 
 
-@pytest.mark.parametrize("fits", [128, 300])
-def test_doubling_and_bisection(fits: int) -> None:
-    """The length is the longest multiple of the granule that fits, found by doubling and halving, and the run trains on
-    it.
-    """
+@pytest.mark.parametrize(
+    ("fits", "arguments", "found"),
+    [
+        (128, {"start": 64, "granule": 16}, 128),
+        (300, {"start": 64, "granule": 16}, 288),
+        (40, {"start": 128, "granule": 8}, 40),
+        (10**9, {"start": 32, "granule": 8, "limit": 100}, 100),
+    ],
+)
+def test_doubling_and_bisection(fits: int, arguments: dict[str, int], found: int) -> None:
+    """The length is the longest multiple of the granule, or the limit, that fits, and the run trains on it."""
     module = Long(fits)
-    finder = SequenceLengthFinder(start=64, granule=16)
+    finder = SequenceLengthFinder(**arguments)
     trainer("tiled", callbacks=[finder], limit_val_batches=0).fit(module)
-    assert finder.found == module.seq_len == fits // 16 * 16
-    assert module.lengths[-3:] == [finder.found] * 3
+    assert finder.found == module.seq_len == found
+    assert module.lengths[-3:] == [found] * 3
     assert len(module.lengths) - 3 <= 12
-
-
-def test_a_start_that_does_not_fit_and_a_limit() -> None:
-    """A first length that is too long is halved; no length is longer than the limit; where nothing fits that is
-    said.
-    """
-    module = Long(40)
-    trainer("tiled", callbacks=[SequenceLengthFinder(start=128, granule=8)], limit_val_batches=0).fit(module)
-    assert module.seq_len == 40
-    module = Long()
-    trainer("tiled", callbacks=[SequenceLengthFinder(start=32, limit=100, granule=8)], limit_val_batches=0).fit(module)
-    assert module.seq_len == 100
-    with pytest.raises(RuntimeError, match="Not even 8 tokens fit"):
-        trainer("tiled", callbacks=[SequenceLengthFinder(start=64, granule=8)], limit_val_batches=0).fit(Long(4))
 
 
 def test_other_errors_are_not_hidden() -> None:
@@ -97,20 +89,6 @@ def ranks_agree() -> tuple[int, list[int]]:
 def test_ranks_agree(world: World) -> None:
     """What does not fit on one rank is taken for none."""
     assert world(ranks_agree) == [(80, [80] * 3)] * 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"start": 0}, "start=0"),
-        ({"granule": -1}, "granule=-1"),
-        ({"start": 64, "limit": 32}, "limit=32 is shorter than start=64"),
-    ],
-)
-def test_bad_input(arguments: dict[str, Any], message: str) -> None:
-    """Bounds are checked when the callback is made."""
-    with pytest.raises(ValueError, match=message):
-        SequenceLengthFinder(**arguments)
 
 
 class Careful(Long):
@@ -152,21 +130,23 @@ def test_it_leaves_nothing_behind(device: str) -> None:
     assert int(tried.count) == tried.metric._update_count == 3
 
 
-LOADER = DataLoader(torch.zeros(8, 24, dtype=torch.long), batch_size=2)
-
-
-@pytest.mark.parametrize(
-    ("module", "loader"),
-    [
-        (LitTiny, None),
-        (Long, LOADER),
-    ],
-    ids=["attribute", "loaders"],
-)
-def test_what_cannot_be_searched(module: type[LitTiny], loader: Any) -> None:
-    """Data whose length has another name, and loaders given to ``fit``, are refused with the remedy."""
-    with pytest.raises(ValueError, match=r"attribute 'seq_len'.*not loaders, or name yours with SequenceLengthFinder"):
-        trainer("auto", callbacks=[SequenceLengthFinder()], limit_val_batches=0).fit(module(), loader)
+def test_refused() -> None:
+    """Bounds that cannot be, data whose length has another name, loaders given to ``fit`` and a memory in which nothing
+    fits are refused.
+    """
+    for arguments, message in (
+        ({"start": 0}, "start=0"),
+        ({"granule": -1}, "granule=-1"),
+        ({"start": 64, "limit": 32}, "limit=32 is shorter than start=64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SequenceLengthFinder(**arguments)
+    loader = DataLoader(torch.zeros(8, 24, dtype=torch.long), batch_size=2)
+    for module, given in ((LitTiny(), None), (Long(), loader)):
+        with pytest.raises(ValueError, match=r"attribute 'seq_len'.*not loaders, or name yours with"):
+            trainer("auto", callbacks=[SequenceLengthFinder()], limit_val_batches=0).fit(module, given)
+    with pytest.raises(RuntimeError, match="Not even 8 tokens fit"):
+        trainer("tiled", callbacks=[SequenceLengthFinder(start=64, granule=8)], limit_val_batches=0).fit(Long(4))
 
 
 def test_a_callback_that_tiles() -> None:
