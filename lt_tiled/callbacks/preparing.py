@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Literal
 
 import lightning.pytorch as pl
@@ -11,7 +10,6 @@ from lightning.pytorch import Callback, LightningModule
 from torch import nn
 
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled.namespaces import LIGHTNING
 from lt_tiled.policies import ActivationCheckpointingLike, Tiling
 
 
@@ -40,11 +38,8 @@ class Tiled(AppliesPolicies, Callback):
         """Prepare the model, once it has its weights."""
         self.ranks_per_node = trainer.num_devices
         build = pl_module.configure_model
-        if build.__module__.startswith(LIGHTNING):  # it made them in `__init__`
-            self.prepare_once(pl_module)
-            return
 
-        @wraps(build)
+        # Not by functools.wraps, with which Lightning would see whether the module had the hook before.
         def configure_model() -> None:
             build()
             self.prepare_once(pl_module)

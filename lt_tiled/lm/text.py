@@ -101,11 +101,9 @@ class TextFiles(LightningDataModule):
     predict_dataloader = test_dataloader
 
     def _loader(self, part: str, **options: Any) -> DataLoader[Tensor]:
-        def collate(rows: list[Tensor]) -> dict[str, Tensor]:
-            return {"input_ids": torch.stack(rows).long()}
-
         rows: Any = self._parts[part]  # a loader takes any sequence
-        return _Loader(rows, batch_size=self.batch_size, collate_fn=collate, **options)
+        options["collate_fn"] = lambda tokens: {"input_ids": torch.stack(tokens).long()}
+        return _Loader(rows, batch_size=self.batch_size, **options)
 
     # Resuming within an epoch
 

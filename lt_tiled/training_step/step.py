@@ -62,16 +62,14 @@ def create_optimizer_state(optimizer: Any) -> None:
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = group["lr"] * 0.0  # a number or a tensor
-    try:
-        for weight in stepped_on(optimizer):
-            if weight.requires_grad:
-                weight.backward(torch.zeros_like(weight))
-        with suppress(TypeError):  # LBFGS needs a closure, and has little state
-            optimizer.step()
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        optimizer.zero_grad()
+    for weight in stepped_on(optimizer):
+        if weight.requires_grad:
+            weight.backward(torch.zeros_like(weight))
+    with suppress(TypeError):  # LBFGS needs a closure, and has little state
+        optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.zero_grad()
 
 
 # Batches
