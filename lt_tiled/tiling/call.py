@@ -50,16 +50,14 @@ class LargestCall:
     tokens: int = 0
     tiles: int = 0
 
-    def note(self, tokens: int, bounds: Sequence[Bounds], what: str, key: object = "") -> None:
+    def note(self, tokens: int, bounds: Sequence[Bounds], what: str) -> None:
         """Remember the largest call, and log the number of tiles of the first one of this kind that has several."""
         first = self.tiles < 2 <= len(bounds)
         if tokens >= self.tokens:
             self.tokens, self.tiles = tokens, len(bounds)
         if first:
             size = bounds[0][1] - bounds[0][0]
-            inform(
-                f"{what} runs in {len(bounds)} tiles of {size} tokens (input of {tokens} tokens)", once=f"{what} {key}"
-            )
+            inform(f"{what} runs in {len(bounds)} tiles of {size} tokens (input of {tokens} tokens)", once=what)
 
 
 @dataclass

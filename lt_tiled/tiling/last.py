@@ -171,10 +171,8 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
     last: Any = call.function.modules[-1]
     if type(last) is not nn.Linear:
         last = None
-        modules = [module for module, _ in seen]
         for module, made in seen:
-            once = modules.count(module) == 1 and module in call.function.parts
-            if made is output and once and not has_users_hooks(made):
+            if made is output and module in call.function.parts and not has_users_hooks(made):
                 last = module
     if compiled or last is None or output.is_complex() or is_traceable_wrapper_subclass(last.weight):
         last = None

@@ -186,7 +186,7 @@ class TiledPatch(Tiled, Patch):
             call, inputs = made
             joined = call.function.joined
             if self.is_leader or joined:
-                self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind, self.tiling)
+                self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind)
             # 3. In the tiles of what follows, if that takes its output.
             if self._may_pend(module, call, inputs):
                 return Pending.of(call, inputs, self.leader)
