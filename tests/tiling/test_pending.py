@@ -196,6 +196,22 @@ def test_input_changed_before_the_output_is_used() -> None:
         step(net, tokens())
 
 
+class ScaledNorm(nn.LayerNorm):
+    """A norm that takes a number beside its input."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * scale
+
+
+def test_other_arguments_of_a_norm() -> None:
+    """A norm that runs in the tiles of the MLP gets its other arguments, those of each call."""
+    net, x = model(lambda block, x, h, y: y + block.mlp(block.pre_mlp_norm(x, 2.0)) - block.attention(h))[:1], tokens()
+    net[0].pre_mlp_norm = ScaledNorm(H).double()
+    true = reference(net, x)
+    with prepare(net, tiling=TILES):
+        assert worst(gradients(net, x), true) <= ERROR
+
+
 HOOKS: dict[str, Callable[[nn.Module, Callable[[Tensor], None]], object]] = {
     "forward": lambda m, see: m.register_forward_hook(lambda m, args, out: see(out)),
     "forward pre": lambda m, see: m.register_forward_pre_hook(lambda m, args: see(args[0])),
