@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lt_tiled.tiling.cut import tiles_to_run
-
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -62,8 +60,6 @@ class CrossEntropy:
         """
         rows, vocab_size = logits.shape
         size = max(rows // PARTS, min(rows // 3, PART_LOGITS // vocab_size), 1)
-        if logits.device.type == "cpu" and tiles_to_run.get(None) is None:  # a simulation has no cache
-            size = max(1, min(size, CACHED * torch.get_num_threads() // vocab_size))
         factors = repeat(None) if factor is None else factor.split(size)
         parts = zip(logits.split(size), labels.split(size), factors, strict=False)
         return torch.cat([self._part(*part) for part in parts])
@@ -109,9 +105,8 @@ class CrossEntropy:
 
 PARTS = 8
 PART_LOGITS = 2**20
-CACHED = 2**18
 """A tile's losses are computed in about 8 parts, or in 3 to 8 of 2**20 logits, so that only the temporaries of one
-part, two float32 copies (three with a cap), are alive at a time. On a CPU the cache of a thread holds 2**18."""
+part, two float32 copies (three with a cap), are alive at a time."""
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
