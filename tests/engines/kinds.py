@@ -346,7 +346,7 @@ KINDS = {
         of_architecture("Gemma 2"), of_labels, arguments={"auto_wrap_policy": {Gemma2RMSNorm}}, engines=("fsdp",)
     ),
     "Lightning's own checkpointing": Kind(
-        policies=CHECKED, arguments={"activation_checkpointing_policy": {Block}}, engines=("fsdp",), loops=("trainer",)
+        arguments={"activation_checkpointing_policy": {Block}}, engines=("fsdp",), loops=("trainer",)
     ),
     "gradients only": Kind(rate=1.0, arguments={"sharding_strategy": "SHARD_GRAD_OP"}, engines=("fsdp",)),
     "CPU offload": Kind(rate=1.0, arguments={"cpu_offload": True}, engines=("fsdp",), loops=("trainer",)),
