@@ -121,8 +121,14 @@ class Zero:
         if engine.stage > 1:
             for weight in trained_weights(model):
                 weight.register_post_accumulate_grad_hook(self._reduce)
-        for group in optimizer.param_groups:
-            group["params"] = [self._master(weight) for weight in group["params"]]
+        if not engine.offload_optimizer:
+            for group in optimizer.param_groups:
+                masters = list[nn.Parameter]()
+                for weight in group["params"]:
+                    if weight.requires_grad:
+                        masters.append(nn.Parameter(torch.empty(-(-weight.numel() // engine.ranks))))
+                ledger.name(masters, "optimizer")
+                group["params"] = masters
 
     def _part(self, weights: Iterable[Tensor]) -> int:
         """Return the bytes of a rank's part of weights."""
@@ -146,14 +152,6 @@ class Zero:
         self.ledger.allocate(self.bucket, "communication")
         for weight in weights:
             self.ledger.drop(weight)
-
-    def _master(self, weight: nn.Parameter) -> nn.Parameter:
-        """Return the float32 copy of a rank's part of a weight."""
-        master = nn.Parameter(torch.empty(-(-weight.numel() // self.engine.ranks)), weight.requires_grad)
-        self.ledger.name(master, "optimizer")
-        if self.engine.offload_optimizer or not weight.requires_grad:
-            self.ledger.drop(master)
-        return master
 
     def _reduce(self, weight: Tensor) -> None:
         """Move the gradient of a weight to the bucket."""

@@ -21,15 +21,7 @@ from lt_tiled.sequence_parallel.groups import check_size
 from lt_tiled.tiling.weights import swapped
 from lt_tiled.training_step.step import first_batch, shape_of, silence
 
-_PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
-    "32": (torch.float32, None),
-    "64": (torch.float64, None),
-    "bf16": (torch.float32, torch.bfloat16),
-    "16": (torch.float32, torch.float16),
-    "bf16-true": (torch.bfloat16, None),
-    "16-true": (torch.float16, None),
-}
-"""The dtype of the weights, and the autocast dtype of mixed precision."""
+_DTYPES = {"32": torch.float32, "64": torch.float64, "bf16": torch.bfloat16, "16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -101,19 +93,25 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
         check_size(shared.size, ranks)
     # 2. The precision: FSDP and DeepSpeed cast weights in the place of autocast.
     precision = str(trainer.get("precision") or "32")
-    dtypes = _PRECISIONS.get(precision.removesuffix("-mixed"), _PRECISIONS.get(precision.removesuffix("-true")))
-    if dtypes is None:
-        raise ValueError(f"precision={precision!r} cannot be planned: set it to one of {', '.join(_PRECISIONS)}.")
+    name, _, kind = precision.partition("-")
+    if name not in _DTYPES:
+        raise ValueError(f"precision={precision!r} cannot be planned: set it to one of {', '.join(_DTYPES)}.")
+    dtype = _DTYPES[name]
+    autocast = None
+    if dtype.itemsize == 2 and kind != "true":
+        autocast = dtype
+        dtype = torch.float32
     engine = engine_of(strategy, ranks)
     if engine.name == "fsdp":
-        engine = replace(engine, mixed=dtypes[1])
-    if dtypes[1] is not None and (engine.name == "fsdp" or engine.stage):
-        dtypes = (dtypes[1], None)
+        engine = replace(engine, mixed=autocast)
+    if autocast is not None and (engine.name == "fsdp" or engine.stage):
+        dtype = autocast
+        autocast = None
     return Settings(
         **policies,
         engine=engine,
-        dtype=dtypes[0],
-        autocast=dtypes[1],
+        dtype=dtype,
+        autocast=autocast,
         accumulate=int(trainer.get("accumulate_grad_batches") or 1),
         gpu=trainer.get("accelerator", "auto") not in ("cpu", "mps"),
     )

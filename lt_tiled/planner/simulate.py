@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lt_tiled._log import quiet
 from lt_tiled._prepare import AppliesPolicies, Prepared
-from lt_tiled.errors import SimulationError
 from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.planner.engines import Engine, Zero, elements, mesh_of, share_weights, trained_weights
 from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
@@ -180,12 +179,11 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
 
 
 def _optimizer_of(module: LightningModule, gpu: bool) -> torch.optim.Optimizer:
+    """Return the optimizer of a module; one without a choice updates all weights at once on a GPU."""
     strategy = module.trainer.strategy
     strategy.setup_optimizers(module.trainer)
-    if len(strategy.optimizers) != 1:
-        raise SimulationError(f"{type(module).__name__} has {len(strategy.optimizers)} optimizers: a plan needs one.")
     for group in strategy.optimizers[0].param_groups:
-        if gpu and group.get("foreach", True) is None:  # then a GPU updates all weights at once
+        if gpu and group.get("foreach", True) is None:
             group["foreach"] = True
     return strategy.optimizers[0]
 

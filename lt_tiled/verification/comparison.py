@@ -220,7 +220,7 @@ class Comparison(Callback):
         """Set the result of the first rank on all ranks."""
         strategy = self.trainer.strategy
         precision = str(self.trainer.precision)
-        # 1. What the errors are relative to.
+        # 1. What the errors are relative to: a step in float64, or in float32 for 16-bit weights.
         dtypes = {weight.dtype for weight in trained.parameters() if weight.dtype.is_floating_point}
         has_32_bits = bool(dtypes & {torch.float32, torch.float64})
         reference = None
@@ -230,8 +230,7 @@ class Comparison(Callback):
             reference = self._run_reference(higher)
             base = f"a step in {str(higher).removeprefix('torch.')}"
         # 2. The least precision of weights, autocast and products. On a GPU convolutions are in TF32 by default.
-        dtypes |= _AUTOCAST.get(precision, set())
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes | _AUTOCAST.get(precision, set()))
         convolves = any(isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) for part in trained.modules())
         if has_32_bits and (rounds_products() or (convolves and strategy.root_device.type == "cuda")):
             eps = max(eps, 2.0**-10)

@@ -35,8 +35,10 @@ def _loss_of(model: Any, batch: Any) -> Tensor:
     """Return the loss of a model's output for a batch that is a mapping, a tuple, or one argument."""
     if isinstance(batch, Mapping):
         output = model(**batch)
+    elif isinstance(batch, tuple):
+        output = model(*batch)
     else:
-        output = model(*batch) if isinstance(batch, tuple) else model(batch)
+        output = model(batch)
     loss = getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.dim():
         raise ValueError(f"{type(model).__name__} returns no loss for the batch: pass step=lambda model, batch: ...")
@@ -78,7 +80,10 @@ class GradientsAsWeights(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for weight in stepped_on(self):
-            weight.copy_(torch.zeros_like(weight) if weight.grad is None else weight.grad.to_dense())
+            if weight.grad is None:
+                weight.zero_()
+            else:
+                weight.copy_(weight.grad.to_dense())
         self.stepped = True
         return loss
 
