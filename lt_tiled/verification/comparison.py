@@ -23,7 +23,6 @@ from lt_tiled.recompute.blocks import BlockPatch
 from lt_tiled.recompute.mode import random_state_kept, rounds_products
 from lt_tiled.report import Report
 from lt_tiled.strategies.deepspeed import step_with_own_optimizer
-from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch
 from lt_tiled.training_step.step import first_batch, run_step, shape_of, training_loss, with_length
 from lt_tiled.verification.result import Measured, Verification, compare
@@ -250,8 +249,6 @@ class Comparison(Callback):
 def force_tiles(patches: list[Patch]) -> None:
     """Let every call, however short, run in several tiles, and offload every block input that may be offloaded."""
     for patch in patches:
-        if isinstance(patch, TiledPatch | HeadPatch):
-            patch.largest = LargestCall()  # whatever ran before
         if isinstance(patch, TiledPatch) and patch.tiling.num_shards in ("auto", 1):
             patch.tiling = replace(patch.tiling, num_shards=_TILES, tile_tokens=None)
         elif isinstance(patch, HeadPatch) and patch.num_shards in ("auto", 1):
