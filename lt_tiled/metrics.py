@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ class _TiledMetric(Metric):
     """Sums a value per token and counts tokens, over batches and ranks."""
 
     full_state_update = False
-    dtype_of_total: ClassVar[torch.dtype]
+    dtype_of_total = torch.float32
     _sum: Callable[..., Tensor]
     total: Tensor
     count: Tensor
@@ -44,6 +44,10 @@ class _TiledMetric(Metric):
         self.total += self._sum(hidden, weight, labels, bias)
         self.count += (labels != self.ignore_index).sum()
 
+    def compute(self) -> Tensor:
+        """Return the figure of all tokens that are not ignored."""
+        return self.total / self.count
+
 
 class TiledPerplexity(_TiledMetric):
     """Computes ``torchmetrics.text.Perplexity`` of ``F.linear(hidden, weight, bias)``.
@@ -55,16 +59,13 @@ class TiledPerplexity(_TiledMetric):
         kwargs: Arguments of ``torchmetrics.Metric``.
     """
 
-    dtype_of_total = torch.float32
-
     def _sum(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> Tensor:
         return -tiled_token_logprobs(
             hidden, weight, labels, bias, num_shards=self.num_shards, ignore_index=self.ignore_index
         ).sum()
 
     def compute(self) -> Tensor:
-        """Return the perplexity of all tokens that are not ignored."""
-        return torch.exp(self.total / self.count)
+        return super().compute().exp()
 
 
 class TiledTokenAccuracy(_TiledMetric):
@@ -94,7 +95,3 @@ class TiledTokenAccuracy(_TiledMetric):
             best = F.linear(rows[place], weight, bias).topk(min(self.top_k, len(weight)), -1).indices
             hits += ((best == labels[place, None]).any(-1) & counted[place]).sum()
         return hits
-
-    def compute(self) -> Tensor:
-        """Return the share of hits among all tokens that are not ignored."""
-        return self.total / self.count

@@ -33,6 +33,9 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
         sequence_parallel: The number of ranks that share each sequence, or a ``SequenceParallel``. The Trainer needs a
             data loader of :func:`share_batches`.
 
+    Raises:
+        ValueError: If the Trainer will replicate the model with ``nn.DataParallel``.
+        RuntimeError: If the Trainer trains another model than it was made with.
     """
 
     def __init__(
@@ -50,11 +53,7 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Prepare the model.
-
-        Raises:
-            ValueError: If the Trainer will replicate the model with ``nn.DataParallel``.
-        """
+        """Prepare the model."""
         if args.n_gpu > 1:
             raise ValueError(
                 f"The Trainer will replicate the model on {args.n_gpu} GPUs with nn.DataParallel, which TiledCallback"
@@ -75,11 +74,7 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Check that the model is prepared; a second ``train()`` prepares it again.
-
-        Raises:
-            RuntimeError: If the Trainer trains another model than it was made with.
-        """
+        """Check that the model is prepared; a second ``train()`` prepares it again."""
         if self._model is None or all(part is not self._model for part in model.modules()):
             raise RuntimeError(
                 f"TiledCallback has not prepared this {type(model).__name__}, which the Trainer has wrapped already:"

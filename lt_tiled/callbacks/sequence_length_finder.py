@@ -56,8 +56,6 @@ class SequenceLengthFinder(Callback):
         check_count("start", start)
         check_count("granule", granule)
         check_count("limit", limit, None)
-        if limit is not None and limit < start:
-            raise ValueError(f"limit={limit} is shorter than start={start}: raise limit, or lower start.")
         self.start = start
         self.granule = granule
         self.limit = limit
@@ -94,7 +92,7 @@ class SequenceLengthFinder(Callback):
     def _search(self, try_length: Callable[[int], bool]) -> int:
         low = 0
         high: int | None = None
-        length = self.start
+        length = min(self.start, self.limit or self.start)
         while True:
             fits = try_length(length)
             inform(f"SequenceLengthFinder: {length} tokens {'fit' if fits else 'do not fit'}")
@@ -130,16 +128,12 @@ class SequenceLengthFinder(Callback):
             if not (is_oom_error(error) or "can't allocate memory" in str(error)):
                 raise
             fits = False
-        _free(trainer)
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad()
+        gc.collect()
+        if provides(strategy.root_device, "empty_cache"):
+            torch.get_device_module(strategy.root_device).empty_cache()
         return bool(strategy.reduce_boolean_decision(fits, all=True))
-
-
-def _free(trainer: pl.Trainer) -> None:
-    for optimizer in trainer.optimizers:
-        optimizer.zero_grad()
-    gc.collect()
-    if provides(trainer.strategy.root_device, "empty_cache"):
-        torch.get_device_module(trainer.strategy.root_device).empty_cache()
 
 
 @contextmanager
@@ -163,4 +157,3 @@ def _restored(trainer: pl.Trainer, module: LightningModule) -> Iterator[None]:
             if isinstance(part, Metric):
                 part.reset()
         del module.log, module.log_dict  # of the instance
-        _free(trainer)
