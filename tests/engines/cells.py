@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ import lt_tiled
 from lt_tiled import ActivationCheckpointing
 from tests.models import Block, lm_loss
 
-SHARDED = ("fsdp", "fsdp_flat", "fsdp2", "zero1", "zero2", "zero3")
-ENGINES = ("ddp", *SHARDED)
+ENGINES = ("ddp", "fsdp", "fsdp_flat", "fsdp2", "zero1", "zero2", "zero3")
 
 
 def policies(mode: str, directory: str) -> dict[str, Any]:
@@ -114,25 +112,6 @@ def wrapped(engine: str, net: nn.Module, block: type[nn.Module] = Block) -> tupl
         optimizer.zero_grad()
 
     return model, Tensor.backward, step
-
-
-def whole_weights(wrapped: Any, net: nn.Module) -> dict[str, Tensor]:
-    """Return the weights in float64 on all ranks, whatever shards them."""
-    if isinstance(wrapped, FullyShardedDataParallel):
-        gathered: Any = FullyShardedDataParallel.summon_full_params(wrapped, writeback=False)
-    elif sharded := [p for p in net.parameters() if hasattr(p, "ds_id")]:
-        import deepspeed
-
-        gathered = deepspeed.zero.GatheredParameters(sharded)
-    else:
-        gathered = nullcontext()
-    with gathered:
-        return {
-            name.replace("_fsdp_wrapped_module.", ""): getattr(weight, "full_tensor", lambda w=weight: w)()
-            .detach()
-            .to(torch.float64, copy=True)
-            for name, weight in net.named_parameters()
-        }
 
 
 def train(fabric: Fabric, model: Any, optimizer: Any, batches: Iterable[Tensor]) -> list[float]:

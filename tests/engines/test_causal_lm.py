@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lt_tiled.lm import CausalLM
-from tests.engines.cells import whole_weights
+from lt_tiled.verification.steps import full_weights
 from tests.engines.conftest import OnRanks
 from tests.lit import Ids, trainer
 from tests.models import tiny_llama
@@ -33,7 +33,7 @@ class Watched(CausalLM):
         return made
 
     def on_train_start(self) -> None:
-        self.weights = whole_weights(self.trainer.model, self.model)
+        self.weights = full_weights(self.trainer.model, self.model)
 
 
 def causal(_: str, name: str, **source: Any) -> tuple[dict[str, Tensor], list[tuple[int, float]]]:
@@ -63,4 +63,4 @@ def test_pretrained_weights_under_zero3(deepspeed_world: World, tmp_path: Path) 
     run = partial(causal, path=str(tmp_path))
     for weights, _ in deepspeed_world(run, "zero3", "tiled_deepspeed_stage_3"):
         for path, weight in llama.named_parameters():
-            torch.testing.assert_close(weights[path], weight.detach().double())
+            torch.testing.assert_close(weights[path], weight.detach())

@@ -74,9 +74,7 @@ def test_steps(engine: str, checkpointed: bool, calls: int, on_ranks: OnRanks) -
 
 FIELDS = {"hidden_size": 64, "intermediate_size": 224, "num_key_value_heads": 1, "vocab_size": 8}
 TOKENS = 2048
-"""Times the hidden size as many as 128K are for Llama 3 8B: attention has 1.07 GFLOP per token and layer there, and the
-other products 0.44.
-"""
+"""To the hidden size as 128K to that of Llama 3 8B: attention has as large a part of the FLOPs."""
 
 
 def two_steps(engine: str, keep: Any, checkpointed: bool = True, offload: Any = None) -> tuple[list[float], int]:

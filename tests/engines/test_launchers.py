@@ -51,6 +51,5 @@ def test_launchers_and_engines(launcher: str, engine: str, tmp_path: Path, on_ra
     command = command_of(launcher, engine, tmp_path).split()
     started = Forked(*command, PROGRAM, str(file), LAUNCHERS[launcher], engine, printed=printed, cwd=tmp_path)
     assert started.finish(with_children=True) == 0, printed.read_text()
-    kind = "everything" if launcher == "lightning" else "checkpointed"
-    for rank, (plain, _) in enumerate(on_ranks.once(run, "ddp", "fabric", kind, False)):
+    for rank, (plain, _) in enumerate(on_ranks.once(run, "ddp", "fabric", "checkpointed", False)):
         assert torch.load(f"{file}.{rank}") == near(plain)

@@ -220,7 +220,7 @@ def run(engine: str, loop: str, name: str, tiled: bool) -> Losses:
     "fabric-(ddp|fsdp|zero2)-tiles|fabric-(fsdp_flat|zero1)-checkpointed|fabric-(ddp|fsdp2|zero3)-everything"
     "|trainer-ddp-tiles|trainer-.*-everything|pytorch_lightning-(fsdp2|zero2)-everything|plain-(fsdp|zero1)-tiles"
     "|plain, .*-(zero2-after|ddp-after|zero3-used|zero3-copy|fsdp2-compiled)"
-    "|callback-(ddp|zero3)-callback|callback-.*-callback, stock"
+    "|callback-(ddp|zero3)-callback|callback-fsdp2-sharded by hand"
     "|fabric-zero3-random state and buffers|fabric-fsdp2-accumulation"
     "|trainer-(ddp|zero3)-accumulation by Trainer|trainer-(fsdp_flat|zero1)-clipping"
     "|fabric-fsdp-(random state and buffers|policy of norms)"

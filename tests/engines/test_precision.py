@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lt_tiled
-from tests.engines.cells import ENGINES, policies, strategy, whole_weights
+from lt_tiled.verification.steps import full_weights
+from tests.engines.cells import ENGINES, policies, strategy
 from tests.engines.conftest import OnRanks
 from tests.lit import Ids, LitTiny, trainer
 from tests.models import TinyLM, lm_loss
@@ -32,10 +33,10 @@ class OneStep(LitTiny):
         return torch.optim.SGD(self.trainer.model.parameters(), RATE)
 
     def on_train_start(self) -> None:
-        self.before = whole_weights(self.trainer.model, self.net)
+        self.before = full_weights(self.trainer.model, self.net)
 
     def on_train_end(self) -> None:
-        self.after = whole_weights(self.trainer.model, self.net)
+        self.after = full_weights(self.trainer.model, self.net)
 
 
 def gradient_errors(engine: str, mode: str, directory: str, precision: str) -> dict[str, float]:
@@ -47,7 +48,7 @@ def gradient_errors(engine: str, mode: str, directory: str, precision: str) -> d
     exact.load_state_dict(module.before)
     ids = SEQUENCES.flatten(0, 1)
     lm_loss(exact(ids), ids).backward()
-    found = {name: (module.before[name] - after) / RATE for name, after in module.after.items()}
+    found = {name: (module.before[name].double() - after.double()) / RATE for name, after in module.after.items()}
     return errors(found, {name: weight.grad for name, weight in exact.named_parameters()})
 
 
