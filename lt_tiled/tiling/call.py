@@ -116,7 +116,7 @@ class Tiled:
     def forget(self) -> None:
         """Forget what calls found out: a copy of a module finds it out again."""
         self.plans: dict[Hashable, Plan | None] = {}
-        """What is known of each kind of call; ``None`` if a norm and what follows it failed the self-check together."""
+        """What is known of each kind of call; ``None`` if it failed the self-check."""
 
 
 # A call of it

@@ -38,7 +38,7 @@ from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, has_hoo
 from lt_tiled.policies import Tiling
 from lt_tiled.recompute.mode import is_real, is_transformed
 from lt_tiled.tiling.anchor import run_untiled
-from lt_tiled.tiling.call import EngineNeeds, Owner, Plan, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
+from lt_tiled.tiling.call import EngineNeeds, Owner, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
 from lt_tiled.tiling.check import check_position_wise
 from lt_tiled.tiling.cut import Tokens, tile_bounds
 from lt_tiled.tiling.last import FORWARD, find_plan
@@ -251,32 +251,21 @@ class TiledPatch(Tiled, Patch):
         bounds = tile_bounds(self.tiling, tokens.count, hidden.shape[-1], self.spec.sizes)
         call = TiledCall(function, inputs, arguments, tokens, bounds, self)
         early = not self.spec.is_lone_norm and torch.is_grad_enabled() and tokens.count > 1
+        # That norms may run in tiles, and in those of what follows, is a guess: it is checked whatever the policy says.
+        checks = self.tiling.self_check or self.spec.is_lone_norm or function.joined
         if call.kind not in self.plans and (early or len(bounds) > 1):
             try:
-                self.plans[call.kind] = self._find_plan(call, inputs)
+                if checks and is_real(inputs[0]):
+                    check_position_wise(call, inputs, self.owner)
+                self.plans[call.kind] = find_plan(call, inputs)
             except NotPositionWiseError as error:
-                self._step_back(module, error)
+                if not function.joined:
+                    self._step_back(module, error)
+                self.plans[call.kind] = None
         # short
-        if len(bounds) < 2 or self.untiled or self.plans[call.kind] is None:
+        if len(bounds) < 2 or self.plans[call.kind] is None:
             return None
         return call, inputs
-
-    def _find_plan(self, call: TiledCall, inputs: list[Tensor]) -> Plan | None:
-        """Check the first call of a kind, and return what it shows; ``None`` if a norm cannot share these tiles.
-
-        Raises:
-            NotPositionWiseError: If the call cannot run in tiles for another reason.
-        """
-        # That norms may run in tiles, and in those of what follows, is a guess: it is checked whatever the policy says.
-        joined = call.function.joined
-        try:
-            if is_real(inputs[0]) and (self.tiling.self_check or self.spec.is_lone_norm or joined):
-                check_position_wise(call, inputs, self.owner)
-            return find_plan(call, inputs)
-        except NotPositionWiseError:
-            if joined:
-                return None
-            raise
 
     def _step_back(self, module: nn.Module, error: NotPositionWiseError) -> None:
         """Warn that a module failed the self-check, and tile the experts of a mixture."""
