@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from lt_tiled.lm import TextFiles
@@ -160,26 +158,3 @@ def test_adapter(lora: tuple[Run, Run], llama: Path) -> None:
     with torch.no_grad():
         losses = [float(model(**batch, labels=batch["input_ids"]).loss) for batch in data.val_dataloader()]
     assert sum(losses) / len(losses) == pytest.approx(lora[0].losses()[-1], rel=1e-4)
-
-
-def distance(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
-    """Of all weights together, relative."""
-    assert found.keys() == true.keys()
-    squares = torch.stack(
-        [torch.stack([(found[name] - true[name]).square().sum(), true[name].square().sum()]) for name in true]
-    ).sum(0)
-    return float((squares[0] / squares[1]).sqrt())
-
-
-def test_weights_of_gpt(gpt: tuple[Run, Run], tmp_path: Path) -> None:
-    """The two ranks' shards, put together, are the weights of the untiled DDP run."""
-    tiled, untiled = gpt
-    dcp_to_torch_save(tiled.output, tmp_path / "whole")
-    assert distance(torch.load(tmp_path / "whole")["model"], torch.load(untiled.output)["model"]) <= 1e-4
-
-
-@pytest.mark.full
-def test_weights_of_llava(llava: tuple[Run, Run]) -> None:
-    """The checkpoint of the two sharded ranks has the weights of the untiled DDP run."""
-    tiled, untiled = (torch.load(run.output)["state_dict"] for run in llava)
-    assert distance(tiled, untiled) <= 1e-4

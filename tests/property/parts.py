@@ -52,10 +52,8 @@ POSITION_WISE: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "gated": lambda part, x: part.inner(F.silu(part.other(x)) * x),
     "in place": in_place,
     "residual": lambda part, x: x + part.inner(x).tanh(),
-    "token softmax": lambda part, x: part.other(x).softmax(-1),
     "parts of a weight": lambda part, x: torch.cat([F.linear(x, w) for w in part.other.weight.chunk(3)], -1),
     "normalized weight": lambda part, x: F.linear(x, F.normalize(part.other.weight)),
-    "penalized weight": lambda part, x: x * part.other.weight.square().mean(),
     "embedding": lambda part, x: x + F.embedding((x[..., 0] > 0).long(), part.other.weight),
     "norm": lambda part, x: F.layer_norm(x, (H,), part.gain, part.inner.bias),
     "rms norm": lambda part, x: F.rms_norm(x, (H,), part.gain),
@@ -64,7 +62,6 @@ POSITION_WISE: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "routed": routed,
     "own function": lambda part, x: Twice.apply(part.inner(x)),
     "checkpoint": lambda part, x: checkpoint(part.inner, x, use_reentrant=False),
-    "convolution of one": lambda part, x: F.conv1d(x.reshape(-1, H, 1), part.other.weight[..., None]).view_as(x),
     "constant": lambda part, x: torch.zeros_like(x) + part.gain,
 }
 """What computes each token from itself alone."""
@@ -94,7 +91,6 @@ OTHERS: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "token shift": lambda part, x: part.inner(x + F.pad(x, (0, 0, 1, -1))),
     "attention": lambda part, x: F.scaled_dot_product_attention(part.inner(x), part.other(x), x),
     "batch norm": lambda part, x: F.batch_norm(x.reshape(-1, H), None, None, part.gain, training=True).view_as(x),
-    "division by tokens": lambda part, x: part.inner(x) / x.shape[-2],
     "capacity of 8": capacity_of_8,
     "shared noise": lambda part, x: x * torch.rand((), dtype=x.dtype),
     "Python's noise": lambda part, x: x * random.random(),

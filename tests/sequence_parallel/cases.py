@@ -95,12 +95,6 @@ def with_flash(name: str, **fields: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def eager() -> nn.Module:
-    model: Any = causal("llama")()
-    model.set_attn_implementation("eager")
-    return model
-
-
 def with_lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
@@ -109,17 +103,6 @@ def with_lora() -> nn.Module:
     return get_peft_model(
         model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     ).double()
-
-
-def with_noise() -> nn.Module:
-    """NEFTune, whose noise has a size that depends on the number of tokens."""
-    from transformers.integrations.neftune import neftune_post_forward_hook
-
-    model: Any = causal("llama")()
-    embeddings = model.get_input_embeddings()
-    embeddings.neftune_noise_alpha = 5.0
-    embeddings.register_forward_hook(neftune_post_forward_hook)
-    return model
 
 
 def mean_of_own(logits: Tensor, labels: Tensor, vocab_size: int, shift_labels: Any = None, **_: Any) -> Tensor:
@@ -189,7 +172,6 @@ CASES = {
     "flash, packed": Case(with_flash("mistral", **WINDOW), packed, rows=1),
     "flash, padded left": Case(with_flash("llama"), padded(True)),
     "flash, padded right": Case(with_flash("mistral", **WINDOW), padded(False)),
-    "eager": Case(eager, padded(True)),
     "LoRA": Case(with_lora),
     "loss of the user's": Case(with_own_loss, half_ignored),
     "router loss": Case(causal("mixtral", **_BALANCED), padded(True)),
@@ -201,7 +183,6 @@ CASES = {
     # Blocks of other models, and of causal ones whose hidden states are gathered behind the blocks.
     "no labels": Case(causal("llama"), no_labels),
     "cache by default": Case(causal("llama"), ids_alone),
-    "noise": Case(with_noise),
     "positions from the mask": Case(causal("opt", **_OPT), padded(True, **UNCACHED)),
     "positions from ids": Case(causal("roberta", is_decoder=True), padded(False, **UNCACHED)),
     "positions from the length": Case(causal("bart", **_BART), padded(True, **UNCACHED)),

@@ -111,20 +111,6 @@ def multihead() -> nn.Module:
     return nn.Sequential(nn.Embedding(VOCAB, H), nn.Sequential(*layers)).double()
 
 
-def own_positions() -> nn.Module:
-    """Attention counts positions from the tokens that it is given."""
-    model: Any = causal("llama")()
-    for layer in model.model.layers:
-        attention = layer.self_attn
-
-        def forward(hidden_states: Tensor, attention: Any = attention, **kwargs: Any) -> Any:
-            scale = 1 + torch.arange(hidden_states.shape[1])[:, None].double() / 10
-            return type(attention).forward(attention, hidden_states * scale, **kwargs)
-
-        attention.forward = forward
-    return model
-
-
 def own_checkpointing() -> nn.Module:
     model: Any = causal("llama")()
     model.gradient_checkpointing_enable()
@@ -154,7 +140,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "backward pass": (pooled(clipped), _MIXES),
     "loss that is attached": (pooled(attaches_a_loss), "has another loss attached"),
     "loss in an attribute": (pooled(keeps_a_loss), "has another loss in an attribute"),
-    "positions of a rank": (Case(own_positions), _MIXES),
     "attribute": (Case(positioned, ids_alone), "Pass blocks what they read as arguments"),
     "nn.TransformerEncoderLayer": (Case(multihead, lambda x: {"input": x}), _UNSEEN),
     "kernel of a layer": (Case(kernel_of_a_layer), _MIXES),
