@@ -48,33 +48,24 @@ class KeptTensor:
     version: int
 
 
+@dataclass(eq=False, repr=False)
 class KeepMode(TorchDispatchMode):
-    """What one call of a block keeps: recorded in its forward pass, returned in its recompute.
+    """What one call of a block keeps: recorded in its forward pass, returned in its recompute."""
 
-    Args:
-        chooses: Which operators.
-        finds_attention: Whether a mode has to find attention functions.
-        device: Where the block runs.
-        fingerprints: Compare what the operators are given: their outputs are equal in any case.
-        store: Has ``pack`` and ``unpack`` of the tensors that wait; ``None`` keeps them on the device.
-    """
+    chooses: Chooses
+    finds_attention: bool
+    """Whether a mode has to find attention functions."""
+    device: torch.device
+    """Where the block runs."""
+    fingerprints: BlockFingerprints
+    """Compare what the operators are given: their outputs are equal in any case."""
+    store: Any = None
+    """Has ``pack`` and ``unpack`` of the tensors that wait; ``None`` keeps them on the device."""
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        chooses: Chooses,
-        finds_attention: bool,
-        device: torch.device,
-        fingerprints: BlockFingerprints,
-        store: Any = None,
-    ) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        self.chooses = chooses
-        self.finds_attention = finds_attention
-        self.device = device
-        self.fingerprints = fingerprints
-        self.store = store
         self.values: dict[Any, tuple[Any, RandomState | None]] = {}
         """By the operator and the number of its call: its outputs, and the random state behind it if it may draw."""
         self._recorded = False

@@ -68,48 +68,39 @@ def random_state_kept(device: torch.device, start: RandomState | None = None) ->
 
 @dataclass(frozen=True)
 class Precision:
-    """Torch's default dtype, ``torch.autocast`` for a device and the CPU, and the kernels that attention may use."""
+    """Torch's default dtype, ``torch.autocast`` for a device, and the kernels that attention may use."""
 
     kind: str
     default: torch.dtype
     dtype: torch.dtype | None
     """The dtype of autocast on the device, if it is enabled."""
     cache: bool
-    settings: tuple[tuple[str, bool, torch.dtype], ...]
-    """Kind of device, whether autocast is enabled, its dtype. Devices without autocast have none."""
     kernels: tuple[SDPBackend, ...]
     """Those that ``torch.nn.attention.sdpa_kernel`` enables."""
 
     @classmethod
     def now(cls, device: torch.device) -> Precision:
         """Return the current settings."""
-        autocast = None
-        settings: list[tuple[str, bool, torch.dtype]] = []
-        for kind in ("cpu", device.type):
-            if torch.amp.is_autocast_available(kind):
-                enabled = torch.is_autocast_enabled(kind)
-                dtype = torch.get_autocast_dtype(kind)
-                settings.append((kind, enabled, dtype))
-                autocast = dtype if enabled and kind == device.type else None
+        kind = device.type
+        dtype = None
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
         cache = torch.is_autocast_cache_enabled()
-        kernels = tuple(_cur_sdpa_kernel_backends())
-        return cls(device.type, torch.get_default_dtype(), autocast, cache, tuple(settings), kernels)
+        return cls(kind, torch.get_default_dtype(), dtype, cache, tuple(_cur_sdpa_kernel_backends()))
 
     @contextmanager
     def context(self) -> Iterator[None]:
         """Apply these settings."""
-        before = torch.get_default_dtype()
+        before = Precision.now(torch.device(self.kind))
         with ExitStack() as stack:
-            for kind, enabled, dtype in self.settings:
-                if (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) != (enabled, dtype):
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, self.cache))
-            if self.kernels != tuple(_cur_sdpa_kernel_backends()):
+            if before.dtype != self.dtype:
+                autocast = torch.autocast(self.kind, self.dtype, self.dtype is not None, self.cache)
+                stack.enter_context(autocast)
+            if before.kernels != self.kernels:
                 stack.enter_context(sdpa_kernel(list(self.kernels)))
+            stack.callback(torch.set_default_dtype, before.default)
             torch.set_default_dtype(self.default)
-            try:
-                yield
-            finally:
-                torch.set_default_dtype(before)
+            yield
 
     def disabled(self) -> AbstractContextManager[object]:
         """Disable autocast inside of these settings, if they enable it."""
@@ -178,14 +169,9 @@ def is_real(tensor: Tensor) -> bool:
     return type(tensor) in PLAIN_TENSORS and not tensor.is_meta and tensor.numel() > 0
 
 
-@contextmanager
-def hidden_from_modes(tensor: Tensor) -> Iterator[None]:
+def hidden_from_modes(tensor: Tensor) -> AbstractContextManager[object]:
     """Hide what runs on a tensor that has values from FlopCounterMode and other modes."""
-    if type(tensor) not in PLAIN_TENSORS:
-        yield
-        return
-    with _disable_current_modes():
-        yield
+    return _disable_current_modes() if type(tensor) in PLAIN_TENSORS else nullcontext()
 
 
 _SELECTIVE = ("torch.utils.checkpoint", "lt_tiled.recompute.keep")
@@ -196,13 +182,11 @@ def hidden_from_checkpoints() -> Iterator[None]:
     """Hide what runs from selective activation checkpoints, which would keep it, and expect it in the recompute."""
     modes = _get_current_dispatch_mode_stack()
     others = [mode for mode in modes if type(mode).__module__ not in _SELECTIVE]
-    if len(others) == len(modes):
-        yield
-        return
     with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        for mode in others:
-            stack.enter_context(mode)
+        if len(others) < len(modes):
+            stack.enter_context(_disable_current_modes())
+            for mode in others:
+                stack.enter_context(mode)
         yield
 
 
@@ -210,12 +194,8 @@ class PlainSavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """Hides the saved tensors of a graph from other hooks, such as those of an offloader."""
 
     def __init__(self) -> None:
-        super().__init__(without_graph, lambda packed: packed)
-
-
-def without_graph(tensor: Tensor) -> Tensor:
-    """Return the tensor to save: a saved output would otherwise keep its own node alive."""
-    return tensor if tensor.is_leaf else tensor.detach()
+        # A saved output would otherwise keep its own node alive.
+        super().__init__(lambda tensor: tensor if tensor.is_leaf else tensor.detach(), lambda packed: packed)
 
 
 def saved_tensors_hooks() -> Any:
