@@ -132,18 +132,18 @@ class GradientSum:
             self.sum.add_(gradient)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add ``left @ right``; on devices that can, a 16-bit product is not rounded before."""
-        wide = left.device.type in ADDS_PRODUCTS and self.sum_dtype == torch.float32
-        if left.dtype != self.sum_dtype and not wide:
-            self.add(left.mm(right))
-            return
+        """Add ``left @ right`` in the precision of the sum: a 16-bit product is not rounded before."""
         if self.sum is None:
             self.sum = left.new_zeros(left.shape[0], right.shape[1], dtype=self.sum_dtype)
-        # FlopCounterMode does not count addmm_
-        if left.dtype == self.sum_dtype:
-            torch.addmm(self.sum, left, right, out=self.sum)
+        total = self.sum
+        if total.dtype == left.dtype:
+            torch.addmm(total, left, right, out=total)  # FlopCounterMode does not count addmm_
+        elif left.device.type in ADDS_PRODUCTS and total.dtype == torch.float32:
+            torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        elif left.shape[0] < right.shape[1]:
+            _add_in_parts(total.t(), right.t(), left.t())
         else:
-            torch.addmm(self.sum, left, right, out_dtype=torch.float32, out=self.sum)
+            _add_in_parts(total, left, right)
 
     def sum_or_zeros(self) -> Tensor:
         """Return the sum; zeros if no tile used the tensor."""
@@ -156,3 +156,11 @@ class GradientSum:
         total = self.sum
         self.sum = None
         return None if total is None else total.to(self.dtype)
+
+
+def _add_in_parts(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right``, the larger factor in parts, because each is copied to the sum's dtype."""
+    right = right.to(total.dtype)
+    size = max(1, len(total) // 8)
+    for part, into in zip(left.split(size), total.split(size), strict=True):
+        torch.addmm(into, part.to(total.dtype), right, out=into)
