@@ -14,18 +14,6 @@ from lt_tiled import tiled_linear_cross_entropy
 H, WIDE = 16, 48
 
 
-class MeanBackward(torch.autograd.Function):
-    """A function that mixes tokens in the backward pass alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient - gradient.mean(-2, keepdim=True)
-
-
 class AttachedLoss(torch.autograd.Function):
     """Gives a loss a gradient of one, as DeepSeek's ``AddAuxiliaryLoss`` does."""
 
@@ -175,15 +163,3 @@ def tiny_llama(**fields: Any) -> Any:
         "num_key_value_heads": 2,
     }
     return LlamaForCausalLM(LlamaConfig(**{**sizes, "vocab_size": 64, **fields}))
-
-
-class Twice(torch.autograd.Function):
-    """Takes what it is given past Python's operators."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import MeanBackward, Twice
-
 H = 6
 
 
@@ -60,7 +58,6 @@ POSITION_WISE: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "buffer": lambda part, x: x * part.stat,
     "flattened": lambda part, x: part.inner(x.reshape(-1, H)).view_as(x),
     "routed": routed,
-    "own function": lambda part, x: Twice.apply(part.inner(x)),
     "checkpoint": lambda part, x: checkpoint(part.inner, x, use_reentrant=False),
     "constant": lambda part, x: torch.zeros_like(x) + part.gain,
 }
@@ -95,7 +92,6 @@ OTHERS: dict[str, Callable[[Part, Tensor], Tensor]] = {
     "shared noise": lambda part, x: x * torch.rand((), dtype=x.dtype),
     "Python's noise": lambda part, x: x * random.random(),
     "mixed in training": lambda part, x: x - x.mean(-2, keepdim=True) if part.training else x,
-    "mixed in the backward pass": lambda part, x: MeanBackward.apply(x),
     "mixed by a hook": mixed_by_a_hook,
     "writes into its input": writes_into_its_input,
     "counts and uses": lambda part, x: (setattr(part, "calls", part.calls + 1), x * part.calls)[1],
