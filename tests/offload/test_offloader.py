@@ -206,7 +206,7 @@ def test_a_fork(make: Make) -> None:
 
     def child(pipe: Connection) -> None:
         try:
-            offloader.pack(tensor, "block")
+            pipe.send(repr(offloader.pack(tensor, "block")))
         except OffloadError as error:
             pipe.send(str(error))
         offloader.close()
