@@ -56,9 +56,6 @@ class Engine(EngineNeeds):
             if isinstance(part, FullyShardedDataParallel | FSDPModule):
                 units.add(unwrapped(part))
         _refuse_units_inside(model, units)
-        # FSDP2 reduces only gradients that exist, and ranks whose tokens chose different experts would differ.
-        sharded = (*units, *model.parameters())
-        self.zeros_for_unused = any(isinstance(each, FSDPModule | DTensor) for each in sharded)
         # ZeRO-3 reduces the gradients of a leaf in an order of its own.
         zero3 = any(hasattr(weight, "ds_id") for weight in model.parameters())
         self.one_order = not zero3
@@ -68,7 +65,7 @@ class Engine(EngineNeeds):
             self.pending = adapt_to_zero3(model)
         # These are final. Others may come after the first calls, and replace the weights.
         self.watched = ({}, "", None)
-        if zero3 or self.zeros_for_unused or units:
+        if zero3 or units or any(isinstance(weight, DTensor) for weight in model.parameters()):
             return
         for part in module.modules():
             for name, weight in part._parameters.items():

@@ -204,7 +204,7 @@ def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
         # implementations of the exchanges communicate nothing.
         group: Any = SimpleNamespace(group_name="simulated", size=lambda: shared.size, rank=lambda: 0)
         policies.sequence_group = group
-    policies.needs = EngineNeeds(zeros_for_unused=settings.engine.stage > 0)
+    policies.needs = EngineNeeds()
     policies.build_offloader = partial(fake_offloader, partial(ledger.name, part="block inputs"))
     return Prepared(model, policies)
 

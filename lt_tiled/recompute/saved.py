@@ -3,8 +3,8 @@
 NOTE [What a block saves]
 Whatever a gradient depends on is saved, or computed from what is saved. The last tensor that is saved on a branch shows
 what was computed before it. So those tensors are compared on which the block's outputs depend through no other saved
-tensor: they are found in the graph of the outputs. What operators keep for the recompute is equal in both passes: their
-arguments are compared.
+tensor: they are found in the graph of the outputs. In each call one of the others is compared, too. What operators keep
+for the recompute is equal in both passes: their arguments are compared.
 
 The forward pass holds all of them, as the recompute does, and looks at them when it ends, because kernels may write to
 a tensor after autograd saved it: RReLU to its noise, batch norm to its statistics.
@@ -104,7 +104,7 @@ class _SavedTensors:
         return _Saved(tensor.shape, tensor.dtype, place, self.of)
 
     def find_ends(self, output: Any) -> list[int]:
-        """Return the places of the tensors that the outputs depend on through no other saved tensor."""
+        """Return the places of the tensors that the outputs depend on through no other saved tensor, and another."""
         waiting: list[tuple[Any, int]] = []
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
@@ -125,7 +125,12 @@ class _SavedTensors:
             ends.update(self._others.get(node._sequence_nr(), ()))
             waiting.extend(node.next_functions)
         places = sorted(ends - {-1})
-        return _random.sample(places, min(len(places), MOST_ENDS))
+        chosen = _random.sample(places, min(len(places), MOST_ENDS))
+        # 3. One more, for branches that reach no output, such as that of a loss in an attribute.
+        computed = [place for place in self._edges.values() if place >= 0]
+        if computed:
+            chosen.append(_random.choice(computed))
+        return chosen
 
 
 _random = random.Random(0)

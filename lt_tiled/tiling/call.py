@@ -64,8 +64,6 @@ class LargestCall:
 class EngineNeeds:
     """What the engine needs of tiled modules; a subclass finds the engine."""
 
-    zeros_for_unused: bool = False
-    """Whether weights that no tile used get zero gradients."""
     pending: bool = True
     """Whether norms may run in the tiles of what follows: the weights of both must be there."""
     one_order: bool = True

@@ -174,7 +174,7 @@ class Recompute:
             found.append(result if whole is None else whole.take())
         for weight, total in zip(call.weights, self.sums, strict=True):
             # Other ranks may use a weight that no tile used, and a user's hook would see None.
-            if total.sum is None and (call.tiled.needs.zeros_for_unused or several_ranks() or weight._backward_hooks):
+            if total.sum is None and (several_ranks() or weight._backward_hooks):
                 total.sum = total.sum_or_zeros()
             found.append(total.take())
         return found

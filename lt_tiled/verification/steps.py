@@ -12,8 +12,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lt_tiled.modules.find import plain_name, unwrapped
+from lt_tiled.namespaces import is_a
 from lt_tiled.strategies.deepspeed import gathered
-from lt_tiled.training_step.step import nothing, silence, stepped_on
+from lt_tiled.training_step.step import nothing, silence, stepped_on, training_loss
 
 
 class ModuleWithStep(LightningModule):
@@ -33,6 +34,8 @@ class ModuleWithStep(LightningModule):
 
 def _loss_of(model: Any, batch: Any) -> Tensor:
     """Return the loss of a model's output for a batch that is a mapping, a tuple, or one argument."""
+    if is_a(model, "LightningModule"):  # of pytorch_lightning
+        return training_loss(model.training_step, model, batch)
     if isinstance(batch, Mapping):
         output = model(**batch)
     elif isinstance(batch, tuple):

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lt_tiled import ActivationCheckpointing
 from lt_tiled.offload import disk, pinned
+from lt_tiled.offload import offloader as offloader_module
 from lt_tiled.offload.offloader import build_offloader
 from lt_tiled.offload.tensors import storage_key
 from tests.offload.offloaders import settle
@@ -223,3 +224,29 @@ def test_omissions_are_found(owner: type, name: str, monkeypatch: pytest.MonkeyP
     """The stand-in finds a wait, a record or a choice of the device that is left out."""
     monkeypatch.setattr(owner, name, lambda *_: nullcontext())
     assert errors(CPU, eager=False) + errors(DISK, eager=False)
+
+
+def test_loaded_ahead_while_a_store_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is being loaded ahead stays when a store finds the budget full."""
+    monkeypatch.setattr(offloader_module, "MIN_BYTES", 0)
+    gpu = LazyGPU(eager=False)
+    policy = ActivationCheckpointing(offload="cpu", cpu_budget=4 * 8192, keep_last=0, prefetch=2)
+
+    def pack(number: int) -> Any:
+        tensor = gpu.allocate(8000).view(torch.float32)
+        gpu.run(tensor, lambda data: data.view(torch.float32).fill_(number))
+        return offloader.pack(tensor, "block")
+
+    with gpu.in_place_of_cuda():
+        offloader = build_offloader(policy)
+        packed = [pack(number) for number in range(4)]
+        settle(offloader)
+        tensor = offloader.unpack(packed.pop())  # which begins to load two ahead
+        more = [pack(number) for number in (9, 10, 11)]
+        tensor = offloader.unpack(packed.pop())
+        gpu.run(tensor, partial(gpu.expect, 2))
+        more.clear()
+        offloader.close()
+        for stream in gpu.streams:
+            stream.run_until(stream.launched)
+    assert gpu.errors == []

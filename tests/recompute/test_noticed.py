@@ -116,6 +116,37 @@ def test_the_last_of_several_calls(policy: str) -> None:
             y.backward()
 
 
+class LeavesLoss(nn.Module):
+    """A block that leaves a loss in an attribute."""
+
+    loss: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = (x * SWITCH["scale"]).sigmoid().square().mean()
+        return x + self.mlp(x).relu()
+
+
+def test_a_branch_without_output() -> None:
+    """A change on a branch that reaches no output of a block is refused in one of the next steps."""
+    model = nn.ModuleList([LeavesLoss()])
+
+    def train() -> None:
+        for step in range(300):
+            y = model[0](randn(2, 40, H, seed=step)).sum() + model[0].loss
+            SWITCH["scale"] = 3.0
+            try:
+                y.backward()
+            finally:
+                as_before()
+
+    with prepare(model, **BLOCKS), pytest.raises(RuntimeError, match="computes other values than"):
+        train()
+
+
 def attended(x: Tensor) -> Tensor:
     q = x[:, None]
     return F.scaled_dot_product_attention(q, q, q, is_causal=True)[:, 0]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 import lt_tiled
@@ -96,3 +97,13 @@ def test_command_line() -> None:
     assert any(type(c) is lt_tiled.pytorch_lightning.TilingReport for c in made.trainer.callbacks)
     named = LightningCLI(LitTiny, run=False, args=["--trainer.strategy=tiled_ddp", *command[-2:]])
     assert type(named.trainer.strategy) is lt_tiled.pytorch_lightning.TiledDDPStrategy
+
+
+def test_verify() -> None:
+    """``lt_tiled.verify`` compares the ``training_step`` of a module of ``pytorch_lightning``."""
+    model = LitTiny()
+    model.configure_model()
+    batch = torch.stack([Ids()[0], Ids()[1]])
+    result = lt_tiled.verify(model, batch, strategy=lt_tiled.TiledSingleDeviceStrategy(tiling=4))
+    assert result.passed
+    assert set(result.tiles.values()) == {4}
