@@ -23,7 +23,7 @@ from lt_tiled.trainer import (
 )
 from lt_tiled.verification import Verification, verify
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "ActivationCheckpointing",
