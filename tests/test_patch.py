@@ -29,7 +29,7 @@ class Plain(nn.Module):
         return x * scale
 
 
-ORDERS = [Order.SEQUENCE, Order.CHECKPOINT, Order.PARENT, Order.TILE]
+ORDERS = [Order.DOOR, Order.CHECKPOINT, Order.PARENT, Order.TILE]
 
 
 def patched(orders: Any) -> tuple[Plain, list[Noted], list[Order]]:

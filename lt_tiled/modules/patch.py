@@ -50,10 +50,10 @@ def has_hooks(module: nn.Module, apart_from: tuple[str, ...] = ()) -> bool:
 class Order(IntEnum):
     """The patches of a method, from the outermost to the innermost."""
 
-    SEQUENCE = auto()  # ranks share the sequences of a model, or of its blocks
+    DOOR = auto()  # ranks begin to share the sequences of a model, or of its blocks
     POSITIONS = auto()  # masks and rotary tables of shared sequences are those of all tokens
     CHECKPOINT = auto()  # a block is recomputed in the backward pass, with all that follows
-    SHARED = auto()  # a block whose sequence ranks share, in its recompute as well
+    BLOCK = auto()  # a block whose sequence ranks share, in its recompute as well
     CALLER = auto()  # a model notes whether its caller wants a loss or a key-value cache
     PARENT = auto()  # what is pending inside of a block is computed before the block returns
     HEAD = auto()  # a head defers its logits

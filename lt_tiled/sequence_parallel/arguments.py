@@ -54,40 +54,38 @@ class Call:
         count = len(self.args)
         return Call(self.module, tuple(arguments.values())[:count], dict(list(arguments.items())[count:]))
 
-    def changed(self, change: Callable[[str, Any], Any]) -> Call:
-        """Return the call with a change of each value, of which it gets the name of the argument."""
+    def with_tokens(self, tokens: Tensor, cut: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor) -> Call:
+        """Return the call for other tokens, with other tensors as ``cut`` returns them for their arguments' names."""
+
+        def change(name: str, tensor: Tensor) -> Tensor:
+            return tokens if tensor is self.tokens else cut(name, tensor)
+
         new: dict[str, Any] = {}
         for name, value in self.arguments.items():
-            new[name] = pytree.tree_map(partial(change, name), value)
+            new[name] = pytree.tree_map_only(Tensor, partial(change, name), value)
         return self.replaced(new)
 
-    def with_tokens(self, tokens: Tensor) -> Call:
-        """Return the call for other tokens."""
-        return self.changed(lambda _, value: tokens if value is self.tokens else value)
-
     def cut(self, owner: str, total: int, part: Callable[[Tensor, int], Tensor], masks: bool = False) -> Call:
-        """Return the call with a part of each tensor of ``total`` tokens, except :attr:`tokens` and masks.
+        """Return the call with a part of each tensor of ``total`` tokens.
 
         ``part`` gets a tensor and the dimension of its tokens. With ``masks`` they are cut too, in each such dimension.
         """
+        tokens = self.tokens
+        if tokens.shape[1] == total:
+            tokens = part(tokens, 1)
 
-        def cut(name: str, value: Any) -> Any:
-            if isinstance(value, Tensor) and value is not self.tokens:
-                for dim in token_dims(owner, name, value, total, masks):
-                    value = part(value, dim)
-            return value
+        def cut(name: str, tensor: Tensor) -> Tensor:
+            for dim in token_dims(owner, name, tensor, total, masks):
+                tensor = part(tensor, dim)
+            return tensor
 
-        return self.changed(cut)
+        return self.with_tokens(tokens, cut)
 
     def shortened(self, owner: str, total: int, tokens: int) -> Call:
         """Return the call with the first tokens alone, and without the places of packed documents."""
         kwargs = {name: value for name, value in self.kwargs.items() if not name.startswith(DOCUMENTS)}
-
-        def first(tensor: Tensor, dim: int) -> Tensor:
-            return tensor.narrow(dim, 0, tokens)
-
-        short = Call(self.module, self.args, kwargs).with_tokens(first(self.tokens, 1))
-        return short.cut(owner, total, first, masks=True)
+        short = Call(self.module, self.args, kwargs)
+        return short.cut(owner, total, lambda tensor, dim: tensor.narrow(dim, 0, tokens), masks=True)
 
 
 def token_dims(owner: str, name: str, tensor: Tensor, total: int, masks: bool) -> list[int]:
@@ -127,10 +125,10 @@ class RotaryPatch(Patch):
         everything = state.all_positions(positions)
         tables = call.replaced({"position_ids": everything}).run(self.inner)
 
-        def own_rows(table: Tensor) -> Tensor:  # [..., S, D] or [..., S], without the memory of the others
+        def own_rows(table: Tensor) -> Tensor:  # [..., S, D] or [..., S]
             for dim in (-2, -1):
                 if table.dim() >= -dim and table.shape[dim] == state.total:
-                    return state.own(table, dim).clone()
+                    return state.own(table, dim)
             return table
 
         return pytree.tree_map_only(Tensor, own_rows, tables)

@@ -20,11 +20,11 @@ from lt_tiled.recompute.keep import attending
 from lt_tiled.sequence_parallel.exchange import over_heads
 from lt_tiled.sequence_parallel.ulysses import UlyssesState, shared_pass
 
-ATTENTION = {"query": "heads", "key": "groups", "value": "groups", "sinks": "vector"}
+ATTENTION = {"query": "heads", "key": "key_heads", "value": "key_heads", "sinks": "vector"}
 """The tensors of attention, and what their entries belong to."""
 
 
-class Shared:
+class ReplacedFunction:
     """Calls a function, and in a shared pass ``run`` in its place, with the state, the function and its arguments."""
 
     users = 0
@@ -45,18 +45,18 @@ class Shared:
 
 def replace(table: Any, name: str, run: Callable[..., Any], undo: ExitStack) -> None:
     """Let ``run`` share a function of a table until ``undo`` is closed."""
-    shared = table[name]
-    if not isinstance(shared, Shared):
-        shared = table[name] = Shared(run, shared)
-    shared.users += 1
-    undo.callback(_restore, table, name, shared)
+    replaced = table[name]
+    if not isinstance(replaced, ReplacedFunction):
+        replaced = table[name] = ReplacedFunction(run, replaced)
+    replaced.users += 1
+    undo.callback(_restore, table, name, replaced)
 
 
-def _restore(table: Any, name: str, shared: Shared) -> None:
+def _restore(table: Any, name: str, replaced: ReplacedFunction) -> None:
     """Restore a function with its last user, unless others replaced it since."""
-    shared.users -= 1
-    if shared.users == 0 and table.get(name) is shared:
-        table[name] = shared.function
+    replaced.users -= 1
+    if replaced.users == 0 and table.get(name) is replaced:
+        table[name] = replaced.function
 
 
 # In transformers
@@ -182,4 +182,4 @@ def shared_attention(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
         return over_heads(state, "attention", ATTENTION, {"query": query, "key": key, "value": value}, compute)
 
-    return Shared(run, function)
+    return ReplacedFunction(run, function)

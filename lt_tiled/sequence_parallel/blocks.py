@@ -30,7 +30,7 @@ batch: ContextVar[Call | None] = ContextVar("batch", default=None)
 class BlockScope(Patch):
     """On each block, below its activation checkpointing: names the block, and finds attention inside."""
 
-    order = Order.SHARED
+    order = Order.BLOCK
 
     def __init__(self, door: Door, name: str) -> None:
         self.name = name
@@ -46,7 +46,7 @@ class BlockScope(Patch):
 class SharedBlock(Patch):
     """On each block: the first one begins a shared pass, and the last one ends it."""
 
-    order = Order.SEQUENCE
+    order = Order.DOOR
 
     def __init__(self, door: Door, path: str, first: bool, last: bool) -> None:
         self.door = door
@@ -85,7 +85,7 @@ class SharedBlock(Patch):
             check_once(self.door, self.checked, call, self)
         state = self.door.state(tokens.shape[1], positions=call.arguments.get("position_ids"))
         shared_pass.set(state)
-        return self._shared(state, call.with_tokens(state.own(tokens).clone()))  # a view would keep all tokens alive
+        return self._shared(state, call)
 
     def _shared(self, state: UlyssesState, call: Call) -> Any:
         """Run a block on the rank's own tokens. The last one returns the hidden states of all tokens."""

@@ -31,7 +31,7 @@ from lt_tiled.tiling.weights import swapped
 class SharedModel(Patch):
     """On the module that calls the blocks."""
 
-    order = Order.SEQUENCE
+    order = Order.DOOR
 
     def __init__(self, door: Door, rotary: bool) -> None:
         self.door = door
@@ -124,7 +124,7 @@ def shared_arguments(door: Door, call: Call) -> tuple[UlyssesState, dict[str, An
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     state = door.state(tokens.shape[1], to_loss=True, positions=positions, documents=documents, masks=masks)
     # 2. The rank's own tokens. The head is given the padding of all, and its decoder is not.
-    own = call.with_tokens(state.own(tokens)).cut(door.owner, state.total, state.own).arguments
+    own = call.cut(door.owner, state.total, state.own).arguments
     padding = call.arguments.get("attention_mask")
     return state, own | {"attention_mask": padding, "position_ids": state.own_positions, "use_cache": False}
 
@@ -172,7 +172,7 @@ def shared_loss(state: UlyssesState, call: Call, own: dict[str, Any]) -> Iterato
     if targets is None:
         targets = shifted(call.arguments["labels"], ignored)
     # 1. Tokens that repeat the last one have no label. Another loss than that of this function finds no labels at all.
-    labels = state.own(targets).clone()
+    labels = state.own(targets)
     labels[:, state.count :] = ignored
     own["labels"] = torch.full_like(labels, ignored)
 

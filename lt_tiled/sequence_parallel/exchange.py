@@ -22,12 +22,13 @@ block_name: ContextVar[str] = ContextVar("block_name", default="")
 """The block that runs."""
 
 
-def head_shards(heads: int, groups: int, size: int) -> dict[str, list[list[int]]]:
-    """Return which of ``heads`` query heads, on ``groups`` key-value heads, each of ``size`` ranks computes.
+def head_shards(heads: int, key_heads: int, size: int) -> dict[str, list[list[int]]]:
+    """Return which of ``heads`` query heads, on ``key_heads`` key-value heads, each of ``size`` ranks computes.
 
     Returns:
         ``"heads"``: for each rank its query heads. Where there are fewer than the other ranks have, the last one is
-        repeated. ``"groups"``: the key-value heads that these attend to: one for each group of them, or one for each.
+        repeated. ``"key_heads"``: the key-value heads that these attend to, each once, or once for each
+        query head.
     """
     each = -(-heads // size)
     queries: list[list[int]] = []
@@ -36,13 +37,13 @@ def head_shards(heads: int, groups: int, size: int) -> dict[str, list[list[int]]
     for rank in range(size):
         mine = [min(head, heads - 1) for head in range(rank * each, (rank + 1) * each)]
         queries.append(mine)
-        keys.append([head * groups // heads for head in mine])
+        keys.append([head * key_heads // heads for head in mine])
         distinct.append(sorted(set(keys[rank])))
     # Attention wants equally many query heads for each key-value head, and all ranks send equally many.
     times = each // len(distinct[0])
-    if all(sorted(group * times) == of for group, of in zip(distinct, keys, strict=True)):
+    if all(sorted(once * times) == of for once, of in zip(distinct, keys, strict=True)):
         keys = distinct
-    return {"heads": queries, "groups": keys}
+    return {"heads": queries, "key_heads": keys}
 
 
 def next_exchange(state: UlyssesState, function: str) -> None:
@@ -59,8 +60,8 @@ def over_heads(
     Args:
         state: The state of the shared pass.
         function: The name of what computes.
-        kinds: What the entries of each tensor belong to: ``"heads"`` ``[B, H, S/n, D]``, ``"groups"`` of heads
-            ``[B, G, S/n, D]``, or a ``"vector"`` of heads without tokens, ``[H, ...]``.
+        kinds: What the entries of each tensor belong to: ``"heads"`` ``[B, H, S/n, D]``, ``"key_heads"``
+            ``[B, K, S/n, D]``, or a ``"vector"`` of heads without tokens, ``[H, ...]``.
         tensors: The tensors by their names.
         compute: Gets the query heads of the rank, and by name all tokens of its heads; returns ``[B, h, S, D]``.
     """
@@ -83,7 +84,7 @@ def over_heads(
             f"sequence_parallel={state.size} needs as many query heads (or heads of a state), and {state.owner} has"
             f" {heads}: use sequence_parallel={heads} or less."
         )
-    shards = head_shards(heads, count["groups"], state.size)
+    shards = head_shards(heads, count["key_heads"], state.size)
     mine = shards["heads"][state.rank]
     # 2. What is sent, and what is only cut.
     sent: dict[str, Tensor] = {}

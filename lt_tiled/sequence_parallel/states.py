@@ -23,8 +23,8 @@ from lt_tiled.sequence_parallel.ulysses import UlyssesState
 
 STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
 """The kinds of layers that mix tokens by these functions and attend to all tokens, as configurations name them."""
-DELTA = {"query": "groups", "key": "groups", "value": "heads", "g": "heads", "beta": "heads"}
-SCAN = {"hidden_states": "heads", "dt": "heads", "A": "vector", "B": "groups", "C": "groups"}
+DELTA = {"query": "key_heads", "key": "key_heads", "value": "heads", "g": "heads", "beta": "heads"}
+SCAN = {"hidden_states": "heads", "dt": "heads", "A": "vector", "B": "key_heads", "C": "key_heads"}
 SCAN |= {"D": "vector", "dt_bias": "vector", "z": "heads"}
 """The tensors of a rule, ``[B, S, H]`` or ``[B, S, H, D]``, and what their entries belong to."""
 

@@ -97,8 +97,8 @@ class UlyssesState:
         check_same_block(self.owner, self.group, "the end of the blocks")
 
     def own(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return the rank's own tokens: ``[B, S, ...]`` becomes ``[B, length, ...]``."""
-        return self.part(x, dim, self.begin, self.length)
+        """Return a copy of the rank's own tokens: ``[B, S, ...]`` becomes ``[B, length, ...]``."""
+        return self.part(x, dim, self.begin, self.length).clone()  # a view would keep all tokens alive
 
     def part(self, x: Tensor, dim: int, begin: int, count: int) -> Tensor:
         """Return some tokens, of which those behind the sequence repeat the last one."""
