@@ -65,37 +65,6 @@ def test_parity(name: str, after: bool) -> None:
     assert not Report.of(model).tiled
 
 
-MLP_NOTICES = r"\(LlamaMLP\).* computes other values"
-CHANGES = {
-    # what is called on the model between the passes, which policies stand, and who notices
-    "another adapter, tiles": (lambda m: m.set_adapter("other"), {"tiling": TILES}, MLP_NOTICES),
-    "no adapter, tiles": (lambda m: m.disable_adapter_layers(), {"tiling": TILES}, MLP_NOTICES),
-    "no adapter, tiles in blocks": (
-        lambda m: m.disable_adapter_layers(),
-        {"tiling": TILES, "activation_checkpointing": True},
-        r"\(LlamaDecoderLayer\) computes other values .* \(it saves fewer tensors\)",
-    ),
-    "merged without a new version, blocks": (
-        lambda m: m.merge_adapter(),
-        {"tiling": False, "activation_checkpointing": True},
-        r"\(LlamaDecoderLayer\) computes other values .* \(it saves fewer tensors\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_adapters_that_change_before_the_recompute(name: str) -> None:
-    """Another active adapter, none, or a merged one in the recompute is refused with the module's name."""
-    change, policies, message = CHANGES[name]
-    model = adapted(tiny_llama(), target_modules=MLP)
-    model.add_adapter("other", LoraConfig(r=2, target_modules=MLP, init_lora_weights=False))
-    with prepare(model, **policies):
-        loss = model(input_ids=IDS, labels=IDS).loss
-        change(model)
-        with pytest.raises(RuntimeError, match=message):
-            loss.backward()
-
-
 def test_adapters_in_a_method() -> None:
     """LoRA on the two halves of BERT's MLP, which is a method of the layer, gives the untiled gradients."""
     architecture = ARCHITECTURES["BERT"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 
 import pytest
@@ -94,14 +93,6 @@ def test_forward_keeps_nothing_but_the_input() -> None:
         assert meter.now == y.nbytes + PRINT + PRINT_OF_WEIGHT
         del y
         assert meter.now == 0
-
-
-@pytest.mark.self_checks
-def test_no_work_at_all_for_short_inputs() -> None:
-    """An input of one tile runs the module as it is: no self-check, no recompute."""
-    module, x = GatedMLP(HIDDEN, WIDE), randn(1, TOKENS, HIDDEN)
-    untiled = flops(lambda: step(module, x))
-    assert flops(lambda: step(tile(copy.deepcopy(module)), x)) == untiled
 
 
 @pytest.mark.self_checks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -99,22 +100,24 @@ def test_a_module_that_is_named_is_refused(
         assert held(module) == before
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize("call", [1, 2, 3, 4])
-def test_an_exception_in_the_check(call: int) -> None:
-    """Ctrl-C in any call of the check leaves the module as it was."""
-    calls = iter(range(1, 9))
+def test_an_exception_in_the_check(call: int, error: type[BaseException]) -> None:
+    """Ctrl-C, or no memory from any call of the check on, is no refusal and leaves the module as it was."""
+    calls = itertools.count(1)
 
     def what(module: Any, y: Tensor) -> None:
         module.calls += 1
         module.count.add_(1)
         module.list.append(1)
-        if next(calls) == call:
-            raise KeyboardInterrupt
+        if next(calls) >= call:
+            raise error
 
     module = tile(Does(what), num_shards=4)
     before = held(module)
-    with pytest.raises((KeyboardInterrupt, NotPositionWiseError)):
+    with pytest.raises((error, NotPositionWiseError)) as raised:
         module(randn(1, 40, H))
+    assert raised.type is (error if next(calls) > call else NotPositionWiseError)
     assert held(module) == before
 
 

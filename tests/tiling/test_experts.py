@@ -13,7 +13,6 @@ from lt_tiled.modules.feed_forward import find_sizes
 from tests.architectures import ARCHITECTURES
 from tests.models import AttachedLoss, GatedMLP, H
 from tests.parity import MIXED, gradients, randn, worst
-from tests.world import World
 
 pytestmark = pytest.mark.self_checks
 
@@ -172,13 +171,3 @@ def test_statistics_over_tokens(targets: str, kind: str, checkpointed: bool, cap
     assert found["loads"] == true["loads"]
     assert found["tiles"] == {"experts.0": 4, "experts.1": 4, "experts.2": 4, "shared_expert": 4}
     assert "Below its router" in caplog.text
-
-
-@pytest.mark.parametrize("kind", ["attached loss", "counted load"])
-def test_statistics_over_tokens_on_two_ranks(kind: str, world: World) -> None:
-    """The same on two ranks."""
-    tiled, untiled = (world(statistics, kind, "auto", True, tiled) for tiled in (True, False))
-    for found, true in zip(tiled, untiled, strict=True):
-        assert worst(found["gradients"], true["gradients"]) <= 1e-10
-        assert found["loads"] == true["loads"]
-        assert set(found["tiles"].values()) == {4}

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lt_tiled import Tiling, prepare, tile, untile
 from lt_tiled.report import Report
-from tests.architectures import ARCHITECTURES
 from tests.meters import flops, peak_bytes
 from tests.models import Block, H, tiny_llama
 from tests.parity import gradients, randn, reference, step_of, worst
@@ -150,18 +149,6 @@ def test_plain_transformer_encoder(norm_first: bool) -> None:
             assert rows(model)
     assert costs[1][0] - costs[0][0] == (0 if norm_first else 2 * (2 * 64 * H * 96))
     assert costs[1][1] < costs[0][1]
-
-
-@pytest.mark.parametrize(("name", "target"), [("Mamba", "MambaMixer"), ("RWKV", "RwkvFeedForward")])
-def test_state_space_models_of_transformers_are_refused(name: str, target: str) -> None:
-    """Mamba's mixer, and RWKV's feed-forward part, which reads the token before, are refused if they are named."""
-    architecture = ARCHITECTURES[name]
-    model = architecture.build(torch.float32)
-    with (
-        prepare(model, tiling=Tiling(4, targets=target)),
-        pytest.raises(ValueError, match=rf"{target}.* is not (position-wise|per token)"),
-    ):
-        model(**architecture.feed(model))
 
 
 @pytest.mark.parametrize("when", ["instance, before", "class, before", "instance, after"])
