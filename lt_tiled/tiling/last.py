@@ -59,8 +59,9 @@ class TileWatch:
         self._version = 0
         self._output: Tensor | None = None
         """What it returned there."""
+        self.cast_of: Any = None
         self.cast: Any = None
-        """Its weight in the dtype of the gradients."""
+        """Its weight, and that in the dtype of the gradients."""
 
     def entries(self) -> list[Entry]:
         """Return the entry with which it stands in place of the projection."""
@@ -111,6 +112,8 @@ class _LeftOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, watch: TileWatch, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.watch = watch
+        ctx.weight = weight  # later another one may be in its place
+        ctx.bias = bias
         kind = input.device.type
         dtype = input.dtype
         # Autocast leaves float64 as it is.
@@ -119,26 +122,34 @@ class _LeftOut(torch.autograd.Function):
         return input.new_zeros((), dtype=dtype).expand(*input.shape[:-1], len(weight))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
         watch = ctx.watch
         sums = watch.sums
-        weight = watch.last.weight
-        bias = watch.last.bias
+        weight = ctx.weight
+        bias = ctx.bias
         input = watch.input
         watch.input = None
         before = gradient.flatten(0, -2)  # [t, out]
         dtype = before.dtype  # autocast's, if it was enabled there
-        # 1. The gradients of weight and bias go to their sums.
+        # 1. The gradients of weight and bias go to their sums. Those that hooks or the code compute have none.
+        of_input: Tensor | None = None
+        of_weight: Tensor | None = None
+        of_bias: Tensor | None = None
         if weight in sums:
             sums[weight].add_product(before.t(), input.flatten(0, -2).to(dtype))
+        elif ctx.needs_input_grad[2]:
+            of_weight = before.t().mm(input.flatten(0, -2).to(dtype)).to(weight.dtype)
         if bias in sums:
             sums[bias].add(before.sum(0))
+        elif ctx.needs_input_grad[3]:
+            of_bias = before.sum(0).to(bias.dtype)
         # 2. That of the input goes on.
-        if not ctx.needs_input_grad[1]:
-            return None, None, None, None
-        if watch.cast is None or watch.cast.dtype != dtype:
-            watch.cast = weight.detach().to(dtype)
-        return None, before.mm(watch.cast).view_as(input).to(input.dtype), None, None
+        if ctx.needs_input_grad[1]:
+            if watch.cast_of is not weight or watch.cast.dtype != dtype:
+                watch.cast_of = weight
+                watch.cast = weight.detach().to(dtype)
+            of_input = before.mm(watch.cast).view_as(input).to(input.dtype)
+        return None, of_input, of_weight, of_bias
 
 
 def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:

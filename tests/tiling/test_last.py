@@ -13,6 +13,8 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import prune
 
 from lt_tiled import Tiling, prepare, tile, untile
 from lt_tiled.modules.patch import get_patch
@@ -98,6 +100,33 @@ def test_another_last_projection(how: str) -> None:
     else:
         m.fc2 = nn.Identity() if how == "no weight" else other  # type: ignore[assignment]
     found = gradients(m, x)
+    assert worst(found, gradients(untile(m), x)) < EXACT
+
+
+def masked(m: PlainMLP) -> None:
+    prune.random_unstructured(m.fc2, "weight", 0.3)
+
+
+def normalized(m: PlainMLP) -> None:
+    nn.utils.spectral_norm(m.fc2.eval())
+
+
+def substituted(m: PlainMLP) -> None:
+    """Let the code of the MLP give its last projection another weight for a call."""
+    m.mask = nn.Parameter(randn(WIDE, 1))
+
+    def forward(x: Tensor) -> Tensor:
+        return functional_call(m.fc2, {"weight": m.fc2.weight * m.mask}, (m.act(m.fc1(x)),))
+
+    m.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("compute", [masked, normalized, substituted])
+def test_a_last_weight_that_is_computed(compute: Callable[[PlainMLP], None]) -> None:
+    """What a hook of torch, or the code, computes as the weight for each tile passes its gradient on."""
+    m, x = PlainMLP(WIDE, WIDE), randn(1, 40, WIDE)
+    compute(m)
+    found = gradients(tile(m, num_shards=4), x)
     assert worst(found, gradients(untile(m), x)) < EXACT
 
 
