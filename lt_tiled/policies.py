@@ -43,7 +43,7 @@ class Tiling:
     gradients differ."""
     compare: Compare = "raise"
     """Whether to ``"raise"`` an error or to ``"warn"`` at the end of a backward pass in which the recompute of a tile
-    computed other values than its forward pass."""
+    computed different values from its forward pass."""
     compile: bool | dict[str, Any] = False
     """Whether to compile the module's own forward, which tiles run. Arguments of ``torch.compile`` are passed as a
     dictionary, such as ``{mode: max-autotune}``."""
@@ -96,7 +96,7 @@ class ActivationCheckpointing:
     ``torch.ops``. Outputs are offloaded like block inputs. Operators inside tiles are always recomputed."""
     compare: Compare = "raise"
     """Whether to ``"raise"`` an error or to ``"warn"`` at the end of a backward pass in which the recompute of a block
-    computed other values than its forward pass."""
+    computed different values from its forward pass."""
 
     def __post_init__(self) -> None:
         _check_targets(self.targets)

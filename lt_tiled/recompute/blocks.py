@@ -4,7 +4,7 @@ NOTE [What a recompute finds]
 A block's recompute begins with what its forward pass began with: its tensor arguments, torch's random states, autocast,
 the default dtype, the kernels that attention may use, the ``carried`` variables, and buffers of up to 1 MiB. Afterwards
 the previous values are restored. All other state has its value at the time of the backward pass: if the recompute then
-computes other values, the backward pass raises (``compare.py``). Side effects in Python happen twice.
+computes different values, the backward pass raises (``compare.py``). Side effects in Python happen twice.
 
 NOTE [What is offloaded]
 A block's hidden states are offloaded: its first floating-point argument of two or more dimensions, and the arguments of

@@ -1,8 +1,8 @@
 """Compare what a forward pass and its recompute compute, in every step, without waiting for the device.
 
 NOTE [Fingerprint]
-Code can read state that cannot be observed, but a gradient is wrong only if the recompute computes other values. So up
-to :data:`ROWS` rows (tokens) of a tensor are each multiplied with one vector of random signs, in both passes. What
+Code can read state that cannot be observed, but a gradient is wrong only if the recompute computes different values. So
+up to :data:`ROWS` rows (tokens) of a tensor are each multiplied with one vector of random signs, in both passes. What
 changes a row by more than rounding changes that number, which is about as large as the row's norm. One document's mask,
 or one expert of 64, would not be seen in single elements.
 
@@ -122,7 +122,7 @@ class _Verdict:
         """Compare all samples of a backward pass.
 
         Raises:
-            RuntimeError: If a recompute computed other values than its forward pass.
+            RuntimeError: If a recompute computed different values from its forward pass.
         """
         # 1. All of one size at once.
         groups = defaultdict[Any, list[Sample]](list)
@@ -146,7 +146,7 @@ class _Verdict:
 def describe(names: str, difference: str) -> str:
     """Return an error about recomputes, without the last words."""
     return (
-        f"The recompute of {names} computes other values than the forward pass ({difference}): something it reads"
+        f"The recompute of {names} computes different values from the forward pass ({difference}): something it reads"
         " changed. Change it after backward()"
     )
 

@@ -1,4 +1,4 @@
-"""What engines refuse: at setup, before the first step, or in the step in which a recompute computes other values."""
+"""What engines refuse: at setup, before the first step, or in the step whose recompute computes different values."""
 
 from __future__ import annotations
 
@@ -160,10 +160,10 @@ def with_a_change(engine: str, policy: str, at: int) -> list[str]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_recompute_of_other_values(engine: str, policy: str, on_ranks: OnRanks) -> None:
-    """A recompute that computes other values raises in the step in which something changed, the first or a later one,
-    and the next step is right.
+    """A recompute that computes different values raises in the step in which something changed, the first or a later
+    one, and the next step is right.
     """
     for at in (0, 1):
         for errors in on_ranks(with_a_change, engine, policy, at):
-            assert "computes other values" in errors.pop(at)
+            assert "computes different values" in errors.pop(at)
             assert set(errors) <= {"no error"}

@@ -248,7 +248,7 @@ def test_heads_that_change_before_the_backward_pass(change: Any) -> None:
     with prepare(model, loss=5):
         loss = model(input_ids=IDS, labels=IDS).loss
         change(model)
-        with pytest.raises(RuntimeError, match="the head of ByUse computes other values"):
+        with pytest.raises(RuntimeError, match="the head of ByUse computes different values"):
             loss.backward()
 
 
