@@ -122,7 +122,9 @@ class RotaryPatch(Patch):
         positions = call.arguments.get("position_ids")
         if state is None or not isinstance(positions, Tensor) or positions.shape[-1] != state.length:
             return call.run(self.inner)
-        everything = state.all_positions(positions)
+        everything = state.positions
+        if everything is None or positions is not state.own_positions:
+            everything = state.gathered(positions, -1)
         tables = call.replaced({"position_ids": everything}).run(self.inner)
 
         def own_rows(table: Tensor) -> Tensor:  # [..., S, D] or [..., S]

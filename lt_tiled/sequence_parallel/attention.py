@@ -49,14 +49,13 @@ def replace(table: Any, name: str, run: Callable[..., Any], undo: ExitStack) -> 
     if not isinstance(replaced, ReplacedFunction):
         replaced = table[name] = ReplacedFunction(run, replaced)
     replaced.users += 1
-    undo.callback(_restore, table, name, replaced)
 
+    def restore() -> None:  # with the last user, unless others replaced it since
+        replaced.users -= 1
+        if replaced.users == 0 and table.get(name) is replaced:
+            table[name] = replaced.function
 
-def _restore(table: Any, name: str, replaced: ReplacedFunction) -> None:
-    """Restore a function with its last user, unless others replaced it since."""
-    replaced.users -= 1
-    if replaced.users == 0 and table.get(name) is replaced:
-        table[name] = replaced.function
+    undo.callback(restore)
 
 
 # In transformers

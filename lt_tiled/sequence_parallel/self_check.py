@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lt_tiled._log import inform
 from lt_tiled.modules.patch import turned_off
 from lt_tiled.recompute.blocks import BlockPatch
 from lt_tiled.recompute.mode import Buffers, RandomState, random_state_kept, rounds_products
@@ -32,15 +31,12 @@ TOKENS = 2**11
 """A sequence of at most so many tokens is checked whole."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
 """Of the norm of a difference, relative to the norm: models of float64 may compute a part in float32."""
-TF32 = 1e-2
-"""For float32, where its products may be rounded to TF32, with errors of 1e-3, or other parts to 16 bits."""
-COARSE = 0.1
-"""For 16-bit dtypes."""
-_RANDOM = ("dropout", "drop_prob", "drop_path", "noise", "jitter")
-"""Parts of the names of attributes with the probability or size of what is random."""
+TF32 = 1e-2  # for float32, where its products may be rounded to TF32, or other parts to 16 bits
+COARSE = 0.1  # for 16-bit dtypes
+_RANDOM = ("dropout", "drop_prob", "drop_path", "noise", "jitter")  # in names of probabilities and sizes
 _REMEDY = "Use sdpa, flash or flex attention, pass position_ids, or name modules in SequenceParallel(targets=...)."
 Found = defaultdict[tuple[str, str], list[Tensor]]
-"""What calls of each block gave, by its name and by what it would be called if it differed."""
+"""What calls gave for the rank's own tokens, by the name of the block and what a message calls a difference."""
 
 
 @dataclass
@@ -51,8 +47,7 @@ class Check:
     gradients: bool = field(default_factory=torch.is_grad_enabled)
     whole: bool = True
     """Whether the model runs whole now, and not shared."""
-    found: Found = field(default_factory=lambda: defaultdict(list))
-    """What the run found so far, of the rank's own tokens."""
+    found: Found = field(default_factory=lambda: Found(list))
 
     def run(self, call: Call, forward: Callable[..., Any], whole: bool) -> Found:
         """Run a call, and return what it found, with its floating-point outputs; with labels the first, the loss."""
@@ -93,7 +88,8 @@ def run_block(name: str, call: Call, inner: Callable[..., Any], state: UlyssesSt
             x = call.tokens.detach().clone().requires_grad_(graph)
             output = call.with_tokens(x).run(inner)
             hidden = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-            if hidden.shape[:2] != x.shape[:2]:  # which is refused where the block is shared
+            length = x.shape[1] if state is None else state.length
+            if hidden.shape[:2] != (x.shape[0], length):  # refused where it is shared, or [4, B, S, H] of Gemma 3n
                 return output
             check.note(name, "another output", hidden.detach(), state)
             if graph and hidden.requires_grad:
@@ -112,10 +108,9 @@ def run_block(name: str, call: Call, inner: Callable[..., Any], state: UlyssesSt
 
 
 def check_once(door: Door, passed: dict[bool, int], call: Call, forward: Callable[..., Any]) -> None:
-    """Compare a call with itself, once for each mode and each length above which the model may compute otherwise.
+    """Compare a call with itself as ``forward`` shares it. All ranks raise ``ValueError`` if one finds a difference.
 
-    ``passed`` has the number of these lengths that checked sequences were beyond, in training and in evaluation mode.
-    All ranks raise ``ValueError`` if there is a difference on any. ``forward`` shares the call.
+    ``passed`` has the number of the door's lengths that checked sequences were beyond, for each training mode.
     """
     training = call.module.training
     total = 0 if call.tokens is None else call.tokens.shape[1]
@@ -125,16 +120,15 @@ def check_once(door: Door, passed: dict[bool, int], call: Call, forward: Callabl
     check_same_batch(door.owner, door.group, call.arguments)
     # 1. As many tokens as that takes, the same ones on all ranks: dropout in front of the module makes others on each.
     most = max(TOKENS, 2 * max(below, default=0))
-    is_cut = most < total
-    if is_cut:
+    if most < total:
         call = call.shortened(door.owner, total, most)
     if total:
         tokens = call.tokens.detach().clone(memory_format=torch.contiguous_format)
         dist.broadcast(tokens, group=door.group, group_src=0)
         call = call.with_tokens(tokens)
     # 2. In the mode of the call, and if random numbers are drawn in it, in evaluation mode.
-    if not _compared(door, call, forward, training, is_cut):
-        _compared(door, call, forward, False, is_cut)
+    if not _compared(door, call, forward, training, most < total):
+        _compared(door, call, forward, False, most < total)
     if total == 0 or total >= 4 * door.policy.size:  # a few tokens may be alike
         passed[training] = len(below)
 
@@ -143,29 +137,23 @@ def _compared(door: Door, call: Call, forward: Callable[..., Any], training: boo
     """Compare in one mode, and return whether that was possible: in training no random numbers may be drawn."""
     device = next(call.module.parameters()).device if call.tokens is None else call.tokens.device
     check = Check(door)
+    before = RandomState.now(device)
     with held(checking, check), torch.no_grad(), random_state_kept(device), _as_it_was(call.module, training):
-        before = RandomState.now(device)
         try:
             whole = check.run(call, forward, whole=True)
-        except Exception as error:
-            if not is_cut:
-                raise
-            inform(f"{door.owner} is not checked, because it cannot run on a part of its tokens: {error}")
-            return True
-        if training and not before.same_as(RandomState.now(device)):
-            return False
-        try:
+            if training and not before.same_as(RandomState.now(device)):
+                return False
             shared = check.run(call, forward, whole=False)
-        except (ValueError, torch.OutOfMemoryError, dist.DistError):
-            raise
         except Exception as error:
+            known = isinstance(error, ValueError | torch.OutOfMemoryError | dist.DistError)
+            if known or (check.whole and not is_cut):
+                raise
             raise ValueError(
-                f"{door.owner} runs on all tokens, and cannot run on those of one rank ({error}). Pass blocks what they"
-                f" read as arguments. {_REMEDY}"
+                f"{door.owner} cannot run on a part of its tokens ({error}). Pass blocks what they read as arguments."
+                f" {_REMEDY}"
             ) from error
         problems = [""] * door.policy.size
-        mine = _problem(call.module, door.policy.size, whole, shared)
-        dist.all_gather_object(problems, mine, group=door.group)
+        dist.all_gather_object(problems, _problem(call.module, door.policy.size, whole, shared), group=door.group)
         for problem in filter(None, problems):  # each rank has seen its own tokens
             raise ValueError(problem)
     return True
@@ -196,15 +184,13 @@ def _problem(module: nn.Module, size: int, whole: Found, shared: Found) -> str:
 
 @contextmanager
 def _as_it_was(module: nn.Module, training: bool) -> Iterator[None]:
-    """Run a module in a mode, without dropout. Undo changes of buffers and attributes, training modes among them.
-
-    What containers in attributes hold stays.
-    """
+    """Run a module in a mode, without dropout. Undo changes of buffers and attributes, not those in containers."""
     parts = list(module.modules())
-    attributes = [(part, dict(vars(part)), set(part._forward_hooks)) for part in parts]
+    attributes = [dict(vars(part)) for part in parts]
     try:
         for part in parts:
             part.training = part.training and training
+            part._forward_hooks = part._forward_hooks.copy()  # transformers adds some in a model's first call
             for name, value in list(vars(part).items()):
                 random = any(of in name for of in _RANDOM) or (name == "p" and "Dropout" in type(part).__name__)
                 if random and isinstance(value, float):
@@ -212,9 +198,6 @@ def _as_it_was(module: nn.Module, training: bool) -> Iterator[None]:
         with Buffers(parts).in_place():
             yield
     finally:
-        for part, before, hooks in attributes:
+        for part, before in zip(parts, attributes, strict=True):
             vars(part).clear()
             vars(part).update(before)
-            # transformers sets hooks in a model's first call, and notes in an attribute that it has.
-            for key in part._forward_hooks.keys() - hooks:
-                del part._forward_hooks[key]

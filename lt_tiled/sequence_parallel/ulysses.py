@@ -17,10 +17,6 @@ mean over the group, of losses computed from the    identity
 rank's labels and the mean of the group's counts
 ==================================================  ===================================================
 
-Each rank holds its own tokens of embeddings, hidden states and logits. What is small and may depend on all tokens is
-computed from all of them on each rank: masks, positions, rotary tables (of which a rank keeps its own rows) and the
-loss of the router. Where a model computes anything else before its first block, it is shared from that block on.
-
 Every rank has equally many tokens: the last ones repeat the last token of the sequence where the length is no multiple.
 These are left out of attention, of the loss and of what is all-gathered, so their gradients are zero.
 """
@@ -117,11 +113,6 @@ class UlyssesState:
     def own_positions(self) -> Tensor:
         """The position ids of the rank's own tokens, where those of all are known."""
         return self.own(self.positions, -1)
-
-    def all_positions(self, own: Tensor) -> Tensor:
-        """Return the position ids of all tokens, for those of the rank's own that a module was given."""
-        known = self.positions is not None and own is self.own_positions
-        return self.positions if known else self.gathered(own, -1)
 
 
 @dataclass(frozen=True, eq=False)

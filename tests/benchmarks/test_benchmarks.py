@@ -108,7 +108,7 @@ def test_sequence_parallel() -> None:
     ("name", "outcome", "reason"),
     [
         ("llama", "right", "off by"),
-        ("bloom", "refused", "cannot run on those of one rank"),
+        ("bloom", "refused", "cannot run on a part of its tokens"),
         ("gemma4_assistant", "cannot be built", "hidden_size_per_layer_input must be 0"),
     ],
 )

@@ -92,7 +92,7 @@ def test_on_a_second_device(name: str, policies: str, second_world: World) -> No
 
 _ENCODER = "is an encoder-decoder, .* use a decoder-only model"
 _BLOCKS = r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)"
-_CHECKED = r"(cannot run on those of one rank|has another (output|gradient)).* Use sdpa|no attention saw all tokens"
+_CHECKED = r"(cannot run on a part of its tokens|has another (output|gradient)).* Use sdpa|no attention saw all tokens"
 _CHECKED += "|The state of Mamba 1 has no heads"
 REFUSED = dict.fromkeys(["BART", "T5", "T5Gemma", "Whisper"], _ENCODER)
 REFUSED |= dict.fromkeys(["LeViT", "Swin", "wav2vec 2.0"], _BLOCKS)
