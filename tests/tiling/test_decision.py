@@ -104,26 +104,3 @@ def test_what_follows(reason: str, requested: bool, ranks: int, caplog: pytest.L
     experts = [get_patch(expert, TiledPatch) for expert in getattr(module, "experts", ())]
     assert (patch.largest.tiles > 0) == (expected == TILES)
     assert all(expert.largest.tiles > 0 for expert in experts if expert) == ("experts" in expected or not experts)
-
-
-def test_tiled_again_without_the_hook(caplog: pytest.LogCaptureFixture) -> None:
-    """A module runs untiled while a user's hook is on a module inside it, with one warning; then tiled again, with a
-    hook on the module itself as well.
-    """
-    module, x = GatedMLP(), randn(1, 40, H)
-    seen: list[int] = []
-
-    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        seen.append(output.shape[1])
-
-    patch = patch_tiled(Tileable("", module, named=True), Tiling(4), EngineNeeds(), None)
-    handle = module.down.register_forward_hook(hook)
-    for _ in range(2):
-        module(x).sum().backward()
-    assert caplog.text.count("GatedMLP runs untiled, because Linear inside it has a hook") == 1
-    assert patch.largest.tiles == 0
-    handle.remove()
-    module.register_forward_hook(hook)
-    module(x).sum().backward()
-    assert seen == [40, 40, 40]
-    assert patch.largest.tiles == 4

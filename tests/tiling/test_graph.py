@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lt_tiled import tile, untile
 from lt_tiled.errors import NotPositionWiseError
-from tests.models import Coded, GatedMLP, H
+from tests.models import Coded, H
 from tests.parity import EXACT, randn, worst
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.self_checks]
@@ -56,27 +56,11 @@ def test_a_weight_that_is_not_registered(where: str, first: str, self_check: boo
         module(x).sum().backward()
 
 
-def with_offset() -> GatedMLP:
-    """An MLP with a plain tensor."""
-    module = Coded(lambda m, x: (m.mlp(x) + m.offset).square())
-    module.offset = torch.ones(H)
-    return module
-
-
-def test_a_plain_tensor_that_gets_a_graph() -> None:
-    """A plain tensor of the module that begins to have a graph is refused in the backward pass."""
-    module, x = tile(with_offset(), num_shards=4), randn(1, 40, H)
-    module(x).sum().backward()
-    module.offset = torch.ones(H, requires_grad=True) * 2
-    y = module(x)
-    with pytest.raises(NotPositionWiseError, match="neither one of its arguments nor"):
-        y.sum().backward()
-
-
 def test_a_plain_tensor_that_begins_to_learn() -> None:
     """A plain tensor of the module that begins to want a gradient gets it."""
-    module, x, found = tile(with_offset(), num_shards=4), randn(1, 40, H), []
-    module(x).sum().backward()
+    module, x, found = Coded(lambda m, x: (m.mlp(x) + m.offset).square()), randn(1, 40, H), []
+    module.offset = torch.ones(H)
+    tile(module, num_shards=4)(x).sum().backward()
     module.offset.requires_grad_()
     for _ in range(2):
         module(x).sum().backward()
