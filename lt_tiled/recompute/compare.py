@@ -46,7 +46,9 @@ EPS = {torch.float64: 2.0**-36, torch.float32: 2.0**-13, torch.float16: 2.0**-10
 def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(width)
     with torch.inference_mode(False):
-        return torch.randint(0, 2, (width,), generator=generator).mul(2).sub(1).to(device, dtype)
+        signs = torch.randint(0, 2, (width,), generator=generator).mul(2).sub(1).to(device, dtype)
+        signs[0] *= 1.5  # else the sum may be zero, and with it that of a row of equal flags
+        return signs
 
 
 def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:

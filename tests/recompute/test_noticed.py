@@ -158,6 +158,7 @@ ALONE: dict[str, Code] = {
     "vector": lambda m, x: m.mlp(x) * torch.linspace(0.5, SWITCH["scale"], H),
     "index": lambda m, x: m.mlp(x)[:, (torch.arange(40) + int(SWITCH["scale"])) % 40],
     "flags": lambda m, x: m.mlp(x).where(torch.arange(40)[:, None] > 20 * SWITCH["scale"] - 25, x.sin()),
+    "flags of tokens": lambda m, x: m.mlp(x).where(torch.full_like(x, SWITCH["scale"]) < 2, x.sin()),
     "attention in front of an MLP": lambda m, x: x + attended(x * SWITCH["scale"]) + m.mlp(x),
     "attention behind an MLP": lambda m, x: x + m.mlp(x) + attended(x * SWITCH["scale"]),
     "MLP in front of attention": lambda m, x: x + m.mlp(x * SWITCH["scale"]) + attended(x),
