@@ -11,8 +11,8 @@ from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.pytorch.loggers import CSVLogger
 
 import lt_tiled
-from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy
-from lt_tiled.callbacks import MemoryMonitor, Tiled, TilingReport
+from lt_tiled import ActivationCheckpointing
+from lt_tiled.callbacks import MemoryMonitor, Tiled
 from tests.lit import LitTiny, logged, replaced, trainer
 from tests.models import TinyLM, lm_loss
 from tests.parity import near
@@ -59,22 +59,6 @@ def test_offload_and_figures_of_each_step(tmp_path: Path) -> None:
         assert float(row["lt_tiled/tiles"]) == 5
         assert float(row["lt_tiled/tokens_per_second"]) > 0
         assert 0 < float(row["lt_tiled/peak_memory"]) * 2**30 <= monitor.peak * 1.001  # logged in float32
-
-
-def test_report(capsys: pytest.CaptureFixture[str]) -> None:
-    """At the end of a run the report prints what was tiled and recomputed, into how many tiles, the peak memory of a
-    step, and what was offloaded per step.
-    """
-    strategy = TiledSingleDeviceStrategy(tiling=4, activation_checkpointing=ActivationCheckpointing(offload="disk"))
-    report = TilingReport()
-    trainer(strategy, callbacks=[report]).fit(LitTiny())
-    assert report.report is not None
-    assert [row.tokens for row in report.report.tiled] == [48, 48]
-    assert report.peak > 2**26
-    printed = " ".join(capsys.readouterr().out.split())
-    peak = f"{report.peak / 2**30:.2f} GiB"
-    for text in ("2 x GatedMLP", "2 x Block", peak, "offloaded per step: 0.0 MiB to CPU memory, 0.0 MiB to disk"):
-        assert text in printed
 
 
 def test_monitor_with_fabric(tmp_path: Path) -> None:

@@ -135,12 +135,9 @@ def test_refused() -> None:
     """Bounds that cannot be, data whose length has another name, loaders given to ``fit`` and a memory in which nothing
     fits are refused.
     """
-    for arguments, message in (
-        ({"start": 0}, "start=0"),
-        ({"granule": -1}, "granule=-1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            SequenceLengthFinder(**arguments)
+    for name in ("start", "granule"):
+        with pytest.raises(ValueError, match=f"{name}=0"):
+            SequenceLengthFinder(**{name: 0})
     loader = DataLoader(torch.zeros(8, 24, dtype=torch.long), batch_size=2)
     for module, given in ((LitTiny(), None), (Long(), loader)):
         with pytest.raises(ValueError, match=r"attribute 'seq_len'.*not loaders, or name yours with"):

@@ -64,11 +64,7 @@ def patches(model: nn.Module) -> int:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"label_smoothing_factor": 0.1},
-        {"eval_strategy": "steps", "eval_steps": 1},
-    ],
+    [{}, {"label_smoothing_factor": 0.1}, {"eval_strategy": "steps", "eval_steps": 1}],
     ids=lambda options: next(iter(options), "defaults"),
 )
 def test_losses_metrics_and_weights_are_those_of_the_trainer_alone(
