@@ -63,12 +63,6 @@ class AppliesPolicies:
         if all(prepared.model is not model for prepared in self.prepared):
             self.prepared.append(Prepared(model, self))
 
-    def free_buffers(self) -> None:
-        """Free the CPU memory that is kept for the next step's block inputs."""
-        for prepared in self.prepared:
-            if prepared.offloader is not None:
-                prepared.offloader.free_buffers()
-
     def release(self) -> None:
         """Restore every model."""
         while self.prepared:

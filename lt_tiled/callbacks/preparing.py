@@ -46,9 +46,6 @@ class Tiled(AppliesPolicies, Callback):
 
         pl_module.configure_model = configure_model  # type: ignore[method-assign]
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
-        self.free_buffers()  # the last checkpoint of the run may need the memory
-
     def teardown(self, trainer: pl.Trainer, pl_module: LightningModule, stage: str) -> None:
         vars(pl_module).pop("configure_model", None)
         self.release()

@@ -53,7 +53,6 @@ class Disk:
         reserved = aligned(budget or 0)
         self.limit = reserved or sys.maxsize
         self._memory = CPUMemory(sys.maxsize)  # the number of tensors in flight bounds it
-        self.free_buffers = self._memory.free_buffers
         self._places: weakref.WeakSet[Place] = weakref.WeakSet()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="lt_tiled-disk")
         self._calls: weakref.WeakSet[Future[None]] = weakref.WeakSet()

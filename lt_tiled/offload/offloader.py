@@ -222,12 +222,6 @@ class Offloader:
             record.begin_loading()
             inputs += not record.kept
 
-    def free_buffers(self) -> None:
-        """Return unused CPU memory to the system; the next tensor allocates it again."""
-        with self._lock:
-            for tier in self._tiers:
-                tier.free_buffers()
-
     def close(self) -> None:
         """Stop all copies and free CPU memory and disk space. Graphs that are still alive have no backward pass."""
         with self._lock:

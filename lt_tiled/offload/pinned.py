@@ -169,14 +169,12 @@ class CPUMemory:
             self._running[0].wait()
             self._running.popleft()
 
-    def free_buffers(self) -> None:
-        """Return memory that is not in use to the system. The next tensors allocate it anew."""
+    def close(self) -> None:
+        """Return memory that is not in use to the system."""
         self._wait_for_copies()
         self._free.clear()
         if torch.cuda.is_initialized() and hasattr(torch.accelerator, "empty_host_cache"):  # since torch 2.12
             torch.accelerator.empty_host_cache()
-
-    close = free_buffers
 
 
 def _copy_pieces(verb: str, tensor: Tensor, buffer: Buffer) -> None:

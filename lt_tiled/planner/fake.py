@@ -202,5 +202,5 @@ def fake_offloader(name: Callable[[Tensor], None], policy: ActivationCheckpointi
         loaded = new(nbytes)
         return lambda: loaded
 
-    tier: Any = SimpleNamespace(store=lambda raw, after: stored, load=load, free_buffers=nothing, close=nothing)
+    tier: Any = SimpleNamespace(store=lambda raw, after: stored, load=load, close=nothing)
     return Offloader(policy, None, tier) if is_disk else Offloader(policy, tier, None)

@@ -103,10 +103,6 @@ class TiledTrainerStrategy(TiledStrategy, TrainerBase):
         self.prepare_once(self.lightning_module)
         super().setup(trainer)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.free_buffers()  # a full state dict may need the memory
-        return super().lightning_module_state_dict()
-
 
 class TiledFabricStrategy(TiledStrategy, FabricBase):
     """Base class for Fabric: patches the model before the engine wraps it.
@@ -125,7 +121,3 @@ class TiledFabricStrategy(TiledStrategy, FabricBase):
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap the model where Lightning's own wrapping does not fit the engine."""
         return module
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self.free_buffers()  # a full state dict may need the memory
-        super().save_checkpoint(*args, **kwargs)

@@ -111,7 +111,6 @@ class TrainerFSDP(_FSDP, TiledTrainerStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._state_dict_type != "full":
             return super().lightning_module_state_dict()
-        self.free_buffers()
         assert self.model is not None
         with self.full_states(self.model):
             return self.model.state_dict()
@@ -141,7 +140,6 @@ class FabricFSDP(_FSDP, TiledFabricStrategy):
         if not self.on_cpu or self._state_dict_type != "full":
             return super().save_checkpoint(path, state, storage_options, filter)
         # This does what the parent does, without offloading.
-        self.free_buffers()
         full = dict(state)
         model = next(value for value in state.values() if isinstance(value, FullyShardedDataParallel))
         with self.full_states(model):
