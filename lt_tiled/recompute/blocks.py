@@ -50,14 +50,6 @@ class BlockOffload:
     block: str  # as errors name it
     model: nn.Module  # whose weights are never offloaded
 
-    def pack(self, tensor: Tensor, kept: bool = False) -> Tensor | OffloadedTensor:
-        """Offload a tensor."""
-        return self.offloader.pack(tensor, self.block, kept)
-
-    def unpack(self, packed: Tensor | OffloadedTensor) -> Tensor:
-        """Return what was offloaded."""
-        return self.offloader.unpack(packed)
-
     def of_inputs(self, tensors: Sequence[Tensor]) -> saved_tensors_hooks:
         """Return hooks that offload the hidden states among the inputs of a call."""
         # Sparse, nested and quantized tensors stay where they are.
@@ -77,9 +69,9 @@ class BlockOffload:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
             is_input = movable(tensor) and view_key(tensor) in views
-            return self.pack(tensor) if is_input else tensor
+            return self.offloader.pack(tensor, self.block) if is_input else tensor
 
-        return saved_tensors_hooks(pack, torch.compiler.disable(self.unpack))
+        return saved_tensors_hooks(pack, torch.compiler.disable(self.offloader.unpack))
 
 
 @dataclass(eq=False, repr=False)

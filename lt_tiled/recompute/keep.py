@@ -59,8 +59,8 @@ class KeepMode(TorchDispatchMode):
     """Where the block runs."""
     fingerprints: BlockFingerprints
     """Compare what the operators are given: their outputs are equal in any case."""
-    store: Any = None
-    """Has ``pack`` and ``unpack`` of the tensors that wait; ``None`` keeps them on the device."""
+    offload: Any = None
+    """Where the tensors wait, a ``BlockOffload``; ``None`` keeps them on the device."""
 
     supports_higher_order_operators = True
 
@@ -119,8 +119,8 @@ class KeepMode(TorchDispatchMode):
         # As above autograd, where a detached tensor sees in-place changes of the other one.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             stored = tensor.detach()
-            if self.store is not None:
-                stored = self.store.pack(stored, kept=True)
+            if self.offload is not None:
+                stored = self.offload.offloader.pack(stored, self.offload.block, kept=True)
         return KeptTensor(stored, version_of(tensor))
 
     def _unpack(self, kept: KeptTensor) -> Tensor:
@@ -130,7 +130,7 @@ class KeepMode(TorchDispatchMode):
                 f"An output of shape {list(tensor.shape)} that a block keeps was changed in place after its operator."
                 " Make the change out of place, or name other operators in ActivationCheckpointing(keep=...)."
             )
-        loaded: Tensor = tensor if self.store is None else self.store.unpack(tensor)
+        loaded: Tensor = tensor if self.offload is None else self.offload.offloader.unpack(tensor)
         return loaded.detach()
 
 

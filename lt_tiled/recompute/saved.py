@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from lt_tiled.recompute.compare import EPS, ROWS, VERDICT, Sample, describe, fingerprint
-from lt_tiled.recompute.mode import PLAIN_TENSORS, is_backward
+from lt_tiled.recompute.mode import is_backward, is_real
 
 MOST_ENDS = 8
 """So many of the tensors on which outputs depend are compared; of many experts, others in each call."""
@@ -170,9 +170,7 @@ def _plain(tensor: Tensor) -> Tensor:
 def _has_values(tensor: Tensor) -> bool:
     """Return False for an empty, sparse or simulated tensor, and for a weight that its engine has released."""
     plain = _plain(tensor)
-    if type(plain) not in PLAIN_TENSORS or plain.layout is not torch.strided:
-        return False
-    return plain.numel() > 0 and not plain.is_meta and plain.untyped_storage().nbytes() > 0
+    return is_real(plain) and plain.layout is torch.strided and plain.untyped_storage().nbytes() > 0
 
 
 def _metadata(tensor: Tensor) -> Any:
