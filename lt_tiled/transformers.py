@@ -24,14 +24,12 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
     :meth:`release`.
 
     Args:
-        tiling: ``True``, a number of tiles, or a ``Tiling``. ``None`` and ``False`` turn tiling off.
-        activation_checkpointing: ``True``, or an ``ActivationCheckpointing``. ``"cpu"``, ``"disk"`` and ``"cpu+disk"``
-            also offload block inputs. It replaces ``TrainingArguments(activation_checkpointing=True)``.
-        loss: ``True`` or a number of tiles to compute the loss in tiles in training, where ``output.logits`` is then
-            ``None``. ``"always"`` does so in evaluation as well, where ``compute_metrics`` then gets no logits.
-            Trainers of TRL tile their losses themselves.
-        sequence_parallel: The number of ranks that share each sequence, or a ``SequenceParallel``. The Trainer needs a
-            data loader of :func:`share_batches`.
+        tiling: As in the strategies.
+        activation_checkpointing: As in the strategies. It replaces
+            ``TrainingArguments(activation_checkpointing=True)``.
+        loss: As in the strategies. With ``"always"``, ``compute_metrics`` gets no logits. Trainers of TRL tile their
+            losses themselves.
+        sequence_parallel: As in the strategies. The Trainer needs a data loader of :func:`share_batches`.
 
     Raises:
         ValueError: If the Trainer will replicate the model with ``nn.DataParallel``.
