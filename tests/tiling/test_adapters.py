@@ -1,6 +1,4 @@
-"""Adapters of PEFT on tiled models: LoRA, DoRA, ``modules_to_save``, quantised bases; added before and after
-preparation.
-"""
+"""Adapters of PEFT on tiled models, added before and after preparation."""
 
 from __future__ import annotations
 

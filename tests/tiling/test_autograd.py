@@ -115,13 +115,11 @@ ROWS = {
     "a tile for each token": Row(tiles={"num_shards": 38}),
     "more tiles than tokens": Row(tiles={"num_shards": 1000}),
     "tile_tokens": Row(tiles={"tile_tokens": 5}),
-    "a tile of more than all": Row(tiles={"tile_tokens": 100}),
     "no token": Row(shapes=[(2, 0, H)]),
     "a token": Row(shapes=[(1, 1, H)]),
     "an expanded gradient": Row(loss=torch.sum),
     "a transposed gradient": Row(loss=lambda y: spread(y.transpose(0, 1).contiguous())),
     "an input in another order": Row(call=lambda m, x: m(x.transpose(0, 1))),
-    "one feature": Row(lambda: PlainMLP(out=1)),
     "more features": Row(lambda: PlainMLP(out=3 * H)),
     "an input without a gradient": Row(wants_grad=False),
     "frozen weights": Row(lambda: frozen("fc1")),
@@ -149,7 +147,7 @@ ROWS = {
 
 ON_CPU = {"a sparse gradient", "weights that code looks at", "complex weights", "complex outputs"}
 """Those that the second device cannot hold."""
-SHORT = {"a tile of more than all", "no token", "a token"}
+SHORT = {"no token", "a token"}
 """Those that run untiled."""
 
 

@@ -1,6 +1,4 @@
-"""What can be tiled beside modules that ``auto`` finds: methods, functions, norms and projections, and plain torch
-models.
-"""
+"""What can be tiled beside modules that ``auto`` finds: methods, norms and projections, plain torch models."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ def rows(model: nn.Module) -> bool:
 
 
 def test_tile_a_method() -> None:
-    """``tile(layer.feed_forward)`` tiles that method in place; ``untile`` of it leaves nothing behind. Another
-    function is refused.
-    """
+    """``tile(layer.feed_forward)`` tiles a method in place; ``untile`` leaves nothing behind. Functions are refused."""
     layer, x = WithMethod().double(), x64()
     before, true = set(vars(layer)), reference(layer, x)
     method = tile(layer.feed_forward, num_shards=4)
