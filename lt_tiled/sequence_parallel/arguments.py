@@ -109,10 +109,7 @@ def token_dims(owner: str, name: str, tensor: Tensor, total: int, masks: bool) -
 
 
 class RotaryPatch(Patch):
-    """On a module that computes rotary tables: it is given the positions of all tokens.
-
-    With ``rope_type`` dynamic or longrope, other frequencies are used where the last position is above a length.
-    """
+    """On a module that computes rotary tables, whose frequencies may depend on the last position of all tokens."""
 
     order = Order.POSITIONS
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,34 +28,32 @@ batch: ContextVar[Call | None] = ContextVar("batch", default=None)
 """The call of the model that calls the blocks, whose arguments are the batch."""
 
 
+@dataclass(eq=False)
 class BlockScope(Patch):
     """On each block, below its activation checkpointing: names the block, and finds attention inside."""
 
     order = Order.BLOCK
-
-    def __init__(self, door: Door, name: str) -> None:
-        self.name = name
-        self.mode = door.finds_attention and AttentionMode()
+    door: Door
+    name: str
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if shared_pass.get() is None:
             return self.inner(module, *args, **kwargs)
-        with held(block_name, self.name), self.mode or nullcontext():
+        mode = AttentionMode() if self.door.finds_attention else nullcontext()
+        with held(block_name, self.name), mode:
             return self.inner(module, *args, **kwargs)
 
 
+@dataclass(eq=False)
 class SharedBlock(Patch):
     """On each block: the first one begins a shared pass, and the last one ends it."""
 
     order = Order.DOOR
-
-    def __init__(self, door: Door, path: str, first: bool, last: bool) -> None:
-        self.door = door
-        self.first = first
-        self.last = last
-        self.name = f"{door.owner}: {path}"
-        """The name in messages."""
-        self.checked: dict[bool, int] = {}
+    door: Door
+    name: str  # in messages
+    first: bool
+    last: bool
+    checked: dict[bool, int] = field(default_factory=dict)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(module, args, kwargs)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -28,16 +29,15 @@ from lt_tiled.sequence_parallel.ulysses import Door, UlyssesState, held, shared_
 from lt_tiled.tiling.weights import swapped
 
 
+@dataclass(eq=False)
 class SharedModel(Patch):
     """On the module that calls the blocks."""
 
     order = Order.DOOR
-
-    def __init__(self, door: Door, rotary: bool) -> None:
-        self.door = door
-        self.rotary = rotary
-        """Whether positions are rotary tables, so that nothing else before the blocks needs all tokens."""
-        self.checked: dict[bool, int] = {}
+    door: Door
+    rotary: bool
+    """Whether positions are rotary tables, so that nothing else before the blocks needs all tokens."""
+    checked: dict[bool, int] = field(default_factory=dict)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(module, args, kwargs)
@@ -116,9 +116,9 @@ def is_partial(call: Call) -> bool:
 
 def shared_arguments(door: Door, call: Call) -> tuple[UlyssesState, dict[str, Any]]:
     """Return the state of a pass that is shared to the loss, and the model's arguments for the rank's own tokens."""
-    tokens = call.tokens
     # 1. Masks and positions of all tokens.
-    masks, documents = masks_of(call, tokens)
+    tokens = call.tokens
+    masks, documents = masks_of(call)
     positions = call.arguments.get("position_ids")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
@@ -129,15 +129,13 @@ def shared_arguments(door: Door, call: Call) -> tuple[UlyssesState, dict[str, An
     return state, own | {"attention_mask": padding, "position_ids": state.own_positions, "use_cache": False}
 
 
-def masks_of(call: Call, tokens: Tensor) -> tuple[Any, tuple[int, ...]]:
-    """Return the masks of all tokens as the model makes them: one, or one for each kind of layer.
-
-    Packed documents that the position ids show are returned as their lengths instead, where attention can run on each.
-    """
+def masks_of(call: Call) -> tuple[Any, tuple[int, ...]]:
+    """Return the masks of all tokens as the model makes them, and the lengths of packed documents that need none."""
     from transformers.masking_utils import create_masks_for_generate
 
     model: Any = call.module
     config = model.config
+    tokens = call.tokens
     mask = call.arguments.get("attention_mask")
     positions: Any = call.arguments.get("position_ids")
     # 1. Documents that attend to themselves alone need no mask.
@@ -165,8 +163,7 @@ def shared_loss(state: UlyssesState, call: Call, own: dict[str, Any]) -> Iterato
 
     Each rank divides by the mean of the ranks' counts of labels: see NOTE [Sequence parallelism].
     """
-    model: Any = call.module
-    function = model.loss_function
+    function: Any = call.module.loss_function
     ignored = call.arguments.get("ignore_index", -100)
     targets: Any = call.arguments.get("shift_labels")
     if targets is None:
@@ -181,11 +178,12 @@ def shared_loss(state: UlyssesState, call: Call, own: dict[str, Any]) -> Iterato
         count = kwargs.get("num_items_in_batch")
         if count is None:
             count = (targets != ignored).sum()
-        kwargs["num_items_in_batch"] = torch.as_tensor(count, device=logits.device).to(wide_dtype(logits)) / state.size
+        count = torch.as_tensor(count, device=logits.device).to(wide_dtype(logits))
+        kwargs["num_items_in_batch"] = count / state.group.size()
         kwargs["shift_labels"] = labels
         return function(logits, *args, **kwargs)
 
-    with swapped([(vars(model), "_loss_function", loss_function)]):  # the setter has no deleter
+    with swapped([(vars(call.module), "_loss_function", loss_function)]):  # the setter has no deleter
         yield
 
 

@@ -27,7 +27,6 @@ from lt_tiled.sequence_parallel.ulysses import Door
 
 _PRETRAINED = ("PreTrainedModel",)
 _LENGTHS = "window|chunk|original_max_position|floor_scale|seq_length|seq_len|logn|log_n"
-"""Parts of the names of lengths above which tokens see, or positions are, something else."""
 
 
 def enable(door: Door, undo: ExitStack) -> None:
@@ -36,7 +35,7 @@ def enable(door: Door, undo: ExitStack) -> None:
     # 1. The blocks, and what mixes tokens inside of them.
     modules = [block for _, block in door.blocks]
     for path, block in door.blocks:
-        patch_until(undo, block, SharedBlock(door, path, block is modules[0], block is modules[-1]))
+        patch_until(undo, block, SharedBlock(door, f"{door.owner}: {path}", block is modules[0], block is modules[-1]))
         patch_until(undo, block, BlockScope(door, path))
         for name, part in block.named_modules():  # blocks in a named module, which are recomputed apart from it
             if part is not block and get_patch(part, BlockPatch) is not None:
@@ -79,10 +78,7 @@ def _of_transformers(model: nn.Module) -> dict[nn.Module, Any]:
 
 
 def find_doors(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Door]:
-    """Return the parts of a model that share its sequences.
-
-    These are the modules that the policy names, or every model of transformers, or the blocks of a hand-written model.
-    """
+    """Return the parts that share sequences: the policy's modules, or models of transformers, or blocks of others."""
     everything = dict(walk_all(model))
     configs = _of_transformers(model)
 
@@ -96,8 +92,7 @@ def find_doors(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGr
                 f"{owner} scales attention by positions that it counts from its own tokens (attn_temperature_tuning):"
                 " use sequence_parallel=1 with activation_checkpointing='cpu'."
             )
-        lengths = lengths_of(config)
-        return Door(owner, policy, group, caller, blocks, calls_attention(module), False, lengths)
+        return Door(owner, policy, group, caller, blocks, calls_attention(module), False, lengths_of(config))
 
     if policy.targets != "auto":
         named = find_named(model, policy.targets, "SequenceParallel")
@@ -134,7 +129,7 @@ def _blocks_of(path: str, model: Any) -> list[tuple[str, nn.Module]]:
 
 
 def lengths_of(config: Any) -> list[int]:
-    """Return the numbers of tokens above which a model computes otherwise, of those that are checked."""
+    """Return the numbers of tokens, by their names, above which a model computes otherwise, if they can be checked."""
     fields = config.to_dict()
     found = {int(number) for number in re.findall(rf"'\w*(?:{_LENGTHS})\w*': (\d+)", str(fields))}
     if "'dynamic'" in str(fields):  # rotary positions

@@ -27,8 +27,7 @@ def head_shards(heads: int, key_heads: int, size: int) -> dict[str, list[list[in
 
     Returns:
         ``"heads"``: for each rank its query heads. Where there are fewer than the other ranks have, the last one is
-        repeated. ``"key_heads"``: the key-value heads that these attend to, each once, or once for each
-        query head.
+        repeated. ``"key_heads"``: the key-value heads of these, each once, or once for each query head.
     """
     each = -(-heads // size)
     queries: list[list[int]] = []
@@ -60,8 +59,8 @@ def over_heads(
     Args:
         state: The state of the shared pass.
         function: The name of what computes.
-        kinds: What the entries of each tensor belong to: ``"heads"`` ``[B, H, S/n, D]``, ``"key_heads"``
-            ``[B, K, S/n, D]``, or a ``"vector"`` of heads without tokens, ``[H, ...]``.
+        kinds: What the entries of each tensor belong to: ``"heads"`` or ``"key_heads"``, ``[B, heads, S/n, D]``, or a
+            ``"vector"`` of heads without tokens, ``[H, ...]``.
         tensors: The tensors by their names.
         compute: Gets the query heads of the rank, and by name all tokens of its heads; returns ``[B, h, S, D]``.
     """
@@ -79,13 +78,13 @@ def over_heads(
                 " attention, or name modules without this one in SequenceParallel(targets=...)."
             )
     heads = count["heads"]
-    if heads < state.size:
+    if heads < state.group.size():
         raise ValueError(
-            f"sequence_parallel={state.size} needs as many query heads (or heads of a state), and {state.owner} has"
-            f" {heads}: use sequence_parallel={heads} or less."
+            f"sequence_parallel={state.group.size()} needs as many query heads (or heads of a state), and"
+            f" {state.owner} has {heads}: use sequence_parallel={heads} or less."
         )
-    shards = head_shards(heads, count["key_heads"], state.size)
-    mine = shards["heads"][state.rank]
+    shards = head_shards(heads, count["key_heads"], state.group.size())
+    mine = shards["heads"][state.group.rank()]
     # 2. What is sent, and what is only cut.
     sent: dict[str, Tensor] = {}
     own: dict[str, Tensor] = {}
@@ -111,7 +110,7 @@ def to_heads(state: UlyssesState, tensors: Mapping[str, Tensor]) -> dict[str, Te
     """Return all tokens of the rank's heads, ``[B, h, S, D]``, for its tokens of all heads, ``[B, nh, S/n, D]``."""
     parts: dict[torch.dtype, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        part = tensor.unflatten(1, (state.size, -1)).movedim(1, 0)  # [n, B, h, S/n, D]
+        part = tensor.unflatten(1, (state.group.size(), -1)).movedim(1, 0)  # [n, B, h, S/n, D]
         parts.setdefault(tensor.dtype, {})[name] = part
     found: dict[str, Tensor] = {}
     for same in parts.values():  # one all-to-all sends one dtype
@@ -125,7 +124,7 @@ def to_heads(state: UlyssesState, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 def to_tokens(state: UlyssesState, x: Tensor) -> Tensor:
     """Return the rank's tokens of all heads, ``[B, nh, S/n, D]``, for all tokens of its heads, ``[B, h, S, D]``."""
-    padded = state.part(x, 2, 0, state.size * state.length)
-    part = padded.unflatten(2, (state.size, -1)).movedim(2, 0)  # [n, B, h, S/n, D]
+    padded = state.part(x, 2, 0, state.group.size() * state.length)
+    part = padded.unflatten(2, (state.group.size(), -1)).movedim(2, 0)  # [n, B, h, S/n, D]
     arrived: Tensor = all_to_all(part, name_of(state.group))
     return arrived.movedim(0, 1).flatten(1, 2)

@@ -1,13 +1,11 @@
 """The self-check of sequence parallelism: a first batch, whole on each rank and shared, must give the same.
 
-What each block gives, and what the model returns, are compared. Dropout is off; a model that draws random numbers all
-the same is compared in evaluation mode. A batch of more than ``TOKENS`` tokens is cut to these, or to more than the
-windows and other lengths that the configuration names. One that is beyond another of these lengths is compared again.
+What each block gives and the model returns is compared without dropout. A batch of more than ``TOKENS`` tokens is cut
+to these, or to more than the lengths that the configuration names, such as windows, each of which is checked once.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,7 +80,7 @@ def run_block(name: str, call: Call, inner: Callable[..., Any], state: UlyssesSt
     # the gradient of their own would be zero behind a norm, and for none, which is that of a loss that the block
     # attaches, averaged by the ranks. Each is of its own run: engines free weights behind a backward pass.
     graph = check.gradients and call.tokens.is_floating_point()
-    ranks = 1 if state is None else state.size
+    ranks = 1 if state is None else state.group.size()
     with torch.set_grad_enabled(graph), turned_off(module, BlockPatch), _as_it_was(module, module.training):
         for what, factor, divisor in (("another gradient of its input", 1, 1), ("another loss attached", 0, ranks)):
             x = call.tokens.detach().clone().requires_grad_(graph)
@@ -144,6 +142,7 @@ def _compared(door: Door, call: Call, forward: Callable[..., Any], training: boo
             if training and not before.same_as(RandomState.now(device)):
                 return False
             shared = check.run(call, forward, whole=False)
+            problem = _problem(call.module, door.policy.size, whole, shared)
         except Exception as error:
             known = isinstance(error, ValueError | torch.OutOfMemoryError | dist.DistError)
             if known or (check.whole and not is_cut):
@@ -153,7 +152,7 @@ def _compared(door: Door, call: Call, forward: Callable[..., Any], training: boo
                 f" {_REMEDY}"
             ) from error
         problems = [""] * door.policy.size
-        dist.all_gather_object(problems, _problem(call.module, door.policy.size, whole, shared), group=door.group)
+        dist.all_gather_object(problems, problem, group=door.group)
         for problem in filter(None, problems):  # each rank has seen its own tokens
             raise ValueError(problem)
     return True
@@ -168,11 +167,9 @@ def _problem(module: nn.Module, size: int, whole: Found, shared: Found) -> str:
             tolerance = TOLERANCE.get(true.dtype, COARSE)
             if true.dtype == torch.float32 and rounds:
                 tolerance = TF32
-            error = math.inf
-            if found.shape == true.shape:
-                same = (found == true) | (found.isnan() & true.isnan())  # infinite ones too
-                difference = torch.where(same, 0.0, (found - true).double())
-                error = float(difference.norm() / true.double().nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-30))
+            same = (found == true) | (found.isnan() & true.isnan())  # infinite ones too
+            difference = torch.where(same, 0.0, (found - true).double())
+            error = float(difference.norm() / true.double().nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-30))
             if not error <= tolerance:
                 return (
                     f"{name} has {what} when {size} ranks share the sequence (relative difference {error:.1e}). It, or"

@@ -85,7 +85,7 @@ def _convolution(state: UlyssesState, function: Any, x: Tensor, weight: Tensor, 
     each = min(back, state.length)
     last = all_gather(x.narrow(-1, state.length - each, each), name_of(state.group)).movedim(0, -2).flatten(-2)
     # 2. Those right before the rank's own.
-    end = state.rank * each
+    end = state.group.rank() * each
     halo = last[..., max(0, end - back) : end]
     count = halo.shape[-1]
     if kwargs.get("seq_idx") is not None:

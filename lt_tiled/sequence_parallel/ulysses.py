@@ -61,22 +61,14 @@ class UlyssesState:
     """The functions that saw all tokens so far."""
 
     @property
-    def size(self) -> int:
-        return self.group.size()
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
-
-    @property
     def length(self) -> int:
         """The number of tokens of each rank, with those that repeat the last one."""
-        return -(-self.total // self.size)
+        return -(-self.total // self.group.size())
 
     @property
     def begin(self) -> int:
         """The place of the rank's first token."""
-        return self.rank * self.length
+        return self.group.rank() * self.length
 
     @property
     def count(self) -> int:
