@@ -50,13 +50,10 @@ def loss_bounds(num_shards: int | Literal["auto"], tokens: int, hidden_size: int
 
 
 def loss_places(num_shards: int | Literal["auto"], hidden: Tensor, counted: Tensor) -> list[Tensor]:
-    """Return the indices of each tile's tokens: those whose label counts, and those whose nan or inf spoil gradients.
-
-    Their number is read from the device once. In simulations the tiles have all tokens.
-    """
+    """Return the indices of each tile's tokens: those whose label counts, or whose nan or inf spoil gradients."""
     bounds = loss_bounds(num_shards, len(hidden), hidden.shape[-1])
     rows = torch.arange(len(hidden), device=hidden.device)
-    if is_real(hidden) and type(counted) is Tensor:
+    if is_real(hidden) and type(counted) is Tensor:  # and not in simulations
         sums = hidden.sum(-1, dtype=wide_dtype(hidden))  # nan or inf, if one of them is
         rows = (counted | ~sums.isfinite()).nonzero().squeeze(-1)
     size = max(1, bounds[0][1] - bounds[0][0])
@@ -74,11 +71,7 @@ def tiled_loss(
     count: Count = None,
     name: str = "the tiled loss",
 ) -> Tensor:
-    """Return the loss of a head with these weights, for hidden states ``[..., H]`` and labels ``[...]``.
-
-    Raises:
-        ValueError: If the number of tiles or the count is out of bounds.
-    """
+    """Return the loss of a head with these weights, for hidden states ``[..., H]`` and labels ``[...]``."""
     rows = hidden.reshape(-1, hidden.shape[-1])  # [T, H]
     targets = labels.reshape(-1).long()  # [T]
     divisor = _divisor(kind, targets, count).to(wide_dtype(hidden))
@@ -104,12 +97,11 @@ def _divisor(kind: CrossEntropy, labels: Tensor, count: Count) -> Tensor:
         return torch.ones((), device=labels.device)
     if count is None:
         return kind.counted(labels).sum().to(torch.float32)
-    if isinstance(count, Tensor):
-        given = count.detach().to(labels.device, torch.float64).view(())
-        return given.where(given != 0, torch.nan)  # else the gradients would be those of the sum
-    if not isinstance(count, int | float) or not 0 < count < math.inf:
+    is_number = isinstance(count, int | float) and 0 < count < math.inf
+    if not is_number and not isinstance(count, Tensor):
         raise ValueError(f"count={count!r} must be a positive number or None.")
-    return torch.full((), count, dtype=torch.float64, device=labels.device)
+    given = torch.as_tensor(count, dtype=torch.float64, device=labels.device).detach().view(())
+    return given.where(given != 0, torch.nan)
 
 
 @dataclass(frozen=True)
@@ -117,8 +109,7 @@ class _LossCall:
     """What the forward and the backward pass of one loss share."""
 
     head: Head
-    name: str
-    """The name of the head in messages."""
+    name: str  # of the head in messages
     kind: CrossEntropy
     places: list[Tensor]
     labels: Tensor
@@ -126,29 +117,19 @@ class _LossCall:
     with_grad: bool
     precision: Precision
 
-    def prints(self, hidden: Tensor) -> TileFingerprints | None:
-        """Return what takes fingerprints of the logits of one pass, from at most an eighth of a tile's tokens."""
-        if not is_real(hidden):
-            return None
-        return TileFingerprints(self.name, max(8, len(self.places)), self.precision.dtype)
-
     def run(
-        self, tensors: Sequence[Tensor], wanted: Sequence[int], factors: Tensor, prints: TileFingerprints | None = None
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Run all tiles; return the loss of each token, ``[T]``, and the gradients that are wanted.
+        self, tensors: Sequence[Tensor], wanted: Sequence[int], factors: Tensor
+    ) -> tuple[Tensor, list[Tensor | None], TileFingerprints]:
+        """Run all tiles on hidden states ``[T, H]`` and weights, of which those with these indices want a gradient.
 
-        Args:
-            tensors: The hidden states ``[T, H]`` and the weights of the head.
-            wanted: Which of them want a gradient.
-            factors: The gradient of each token's loss, ``[T]``.
-            prints: Takes the fingerprint of each tile's logits.
+        Return the loss of each token, ``[T]``, the gradients for factors of these losses, and fingerprints of the
+        logits where the backward pass computes them again.
         """
-        kind = self.kind
         hidden = tensors[0]
         weights = tensors[1:]
         # 1. Memory for the results.
         losses = hidden.new_zeros(len(self.labels), dtype=wide_dtype(hidden))
-        factors = factors.to(losses.dtype).where(kind.counted(self.labels), 0.0)
+        factors = factors.to(losses.dtype).where(self.kind.counted(self.labels), 0.0)
         gradients: list[Tensor | None] = [None for _ in tensors]
         sums: dict[int, GradientSum] = {}
         for index in wanted:
@@ -156,7 +137,8 @@ class _LossCall:
                 gradients[0] = torch.zeros_like(hidden)
             else:
                 sums[index - 1] = GradientSum(tensors[index], "float32")
-        # 2. What computes logits, and their gradients.
+        # 2. What computes logits, and their gradients. At most an eighth of a fingerprint is of one tile.
+        prints = TileFingerprints(self.name, max(8, len(self.places)), self.precision.dtype)
         tile: LinearTile | GraphTile
         if self.head is linear and not any(map(is_traceable_wrapper_subclass, tensors)):
             tile = LinearTile(weights, sums, 0 in wanted, self.precision.dtype)
@@ -165,10 +147,10 @@ class _LossCall:
         for place in each_tile(self.places):
             # 3. The logits of a tile become the gradient of its losses.
             logits = tile.logits(hidden[place])
-            if prints is not None:
+            if self.kind.reduction == "none" and is_real(hidden):
                 prints.take([logits])
             factor = factors[place] if wanted else None
-            losses[place] = kind.of(logits, self.labels[place], factor).to(losses.dtype)
+            losses[place] = self.kind.of(logits, self.labels[place], factor).to(losses.dtype)
             # 4. The gradients of weights are added to their sums.
             if wanted:
                 part = tile.backward(logits)
@@ -180,24 +162,22 @@ class _LossCall:
             torch.clear_autocast_cache()  # it holds casts of leaves
         for index, total in sums.items():
             gradients[index + 1] = total.sum_or_zeros().to(tensors[index + 1].dtype)
-        return losses, gradients
+        return losses, gradients, prints
 
 
 class _TiledLoss(torch.autograd.Function):
     @staticmethod
     @hidden_from_checkpoints()
     def forward(ctx: Any, call: _LossCall, *tensors: Tensor) -> Tensor:
-        hidden = tensors[0]
         ctx.call = call
         ctx.wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad and call.with_grad]
         if call.kind.reduction == "none":
             ctx.save_for_backward(call.labels, *tensors)  # which notices changes in place
-            ctx.random = RandomState.now(hidden.device)
-            ctx.prints = call.prints(hidden)
-            return call.run(tensors, [], call.divisor.expand(len(call.labels)), ctx.prints)[0]
+            ctx.random = RandomState.now(tensors[0].device)
+            losses, _, ctx.prints = call.run(tensors, [], call.divisor)
+            return losses
         # If no label counts, the loss is nan, and the gradients are zeros, as untiled.
-        factor = 1 / call.divisor.where(call.divisor != 0, 1.0)
-        losses, gradients = call.run(tensors, ctx.wanted, factor.expand(len(call.labels)))
+        losses, gradients, _ = call.run(tensors, ctx.wanted, 1 / call.divisor)
         ctx.any_counts = call.kind.counted(call.labels).any()
         ctx.save_for_backward(*gradients)
         return losses.sum() / call.divisor
@@ -215,11 +195,9 @@ class _TiledLoss(torch.autograd.Function):
             return None, *(None if gradient is None else _scaled(gradient, incoming) for gradient in ctx.saved_tensors)
         # The tiles run once more, as in the forward pass.
         tensors = ctx.saved_tensors[1:]
-        prints = call.prints(tensors[0])
         with call.precision.context(), random_state_kept(incoming.device, ctx.random):
-            gradients = call.run(tensors, ctx.wanted, incoming, prints)[1]
-        if prints is not None:
-            ctx.prints.compare(prints, _REMEDY)
+            _, gradients, prints = call.run(tensors, ctx.wanted, incoming)
+        ctx.prints.compare(prints, _REMEDY)
         return None, *gradients
 
 

@@ -51,12 +51,10 @@ class CrossEntropy:
         return labels != self.ignore_index
 
     def of(self, logits: Tensor, labels: Tensor, factor: Tensor | None = None) -> Tensor:
-        """Return the loss of each token, ``[t]``, zero where a label does not count.
+        """Return the loss of each token, ``[t]``, for logits ``[t, V]``; zero where a label ``[t]`` does not count.
 
-        Args:
-            logits: ``[t, V]``. With a factor, overwritten by the gradient of the losses for them, times the factor.
-            labels: ``[t]``.
-            factor: ``[t]`` in float32 or float64, the dtype of the losses; zero where a label does not count.
+        With a factor, ``[t]`` in the dtype of the losses and zero there as well, overwrite the logits by the losses'
+        gradient times the factor.
         """
         rows, vocab_size = logits.shape
         size = max(rows // PARTS, min(rows // 3, PART_LOGITS // vocab_size), 1)
@@ -105,8 +103,7 @@ class CrossEntropy:
 
 PARTS = 8
 PART_LOGITS = 2**20
-"""A tile's losses are computed in about 8 parts, or in 3 to 8 of 2**20 logits, so that only the temporaries of one
-part, two float32 copies (three with a cap), are alive at a time."""
+"""A tile's losses are computed in about 8 parts, or in 3 to 8 of 2**20 logits, which have their own float32 copies."""
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:

@@ -60,9 +60,7 @@ def tiled_linear_cross_entropy(
     kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss, reduction)
     if shift:
         labels = shifted(labels, ignore_index)
-    weights = [weight]
-    if bias is not None:
-        weights.append(bias)
+    weights = [weight] if bias is None else [weight, bias]
     loss: Tensor = tiled_loss(linear, hidden, labels, weights, kind, num_shards, count)
     return loss
 

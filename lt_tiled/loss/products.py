@@ -13,10 +13,8 @@ from lt_tiled.recompute.mode import PlainSavedTensors
 from lt_tiled.tiling.effects import check_leaves
 from lt_tiled.tiling.weights import GradientSum
 
-Head = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""Gives logits ``[t, V]`` for hidden states ``[t, H]`` and weights."""
-Sums = Mapping[int, GradientSum]
-"""The sum over the tiles of each weight's gradients, by its place among the weights, for those that want one."""
+Head = Callable[[Tensor, Sequence[Tensor]], Tensor]  # gives logits [t, V] for hidden states [t, H] and weights
+Sums = Mapping[int, GradientSum]  # of gradients over the tiles, by the places of weights that want one
 
 
 def linear(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -67,11 +65,7 @@ class GraphTile:
         self._output: Any = None
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the logits ``[t, V]`` of hidden states ``[t, H]``, which may be overwritten.
-
-        Raises:
-            NotPositionWiseError: If the head uses a weight that is not among those given, and would get no gradient.
-        """
+        """Return the logits ``[t, V]`` of hidden states ``[t, H]``; refuse a head that uses other weights."""
         # 1. The graph begins at the hidden states and at the leaves of weights.
         rows = rows.detach().requires_grad_(self._wants_rows)
         self._inputs = [tensor for tensor in (rows, *self._leaves) if tensor.requires_grad]

@@ -4,8 +4,8 @@ NOTE [Deferred logits]
 While a causal model runs with labels its head computes nothing and returns deferred logits. What the model does to them
 before its loss joins: a scale, a cap or a cast is done in the tiles, a slice or a view of tokens to the hidden states.
 ``F.cross_entropy`` of them runs in tiles: the head, what joined, and the loss. The head is called once more for that,
-through its hooks, so that engines gather its weights. Any other use in the model's code computes full logits at once.
-The logits of the output are ``None``, as in Liger.
+through its hooks, so that engines gather its weights. Any other use in the model's code computes full logits at once,
+but in the output they are ``None``, as in Liger.
 """
 
 from __future__ import annotations
@@ -72,10 +72,8 @@ class HeadPatch(Patch):
     num_shards: int | Literal["auto"]
     owner: object
     largest: LargestCall = field(default_factory=LargestCall)
-    untiled = ""
-    """Why the last loss used full logits, if it did."""
-    grad_mode: bool | None = None
-    """The gradient mode of the model's call, while the model computes a loss in tiles."""
+    untiled = ""  # or why the last loss used full logits
+    grad_mode: bool | None = None  # of the model's call, while it computes a loss in tiles
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return deferred logits where the model computes a loss in tiles, or run a function in place of the head."""
@@ -114,8 +112,7 @@ class HeadCall:
     patch: HeadPatch
     grad_mode: bool
     precision: Precision
-    used: bool = False
-    """Whether full logits were computed, which the model's code may have changed in place since."""
+    used: bool = False  # full logits were computed, which the model's code may have changed in place since
 
     def run(self, function: partial[Tensor], hidden: Tensor) -> Tensor:
         """Run a function on hidden states in place of the head, with its hooks around: its weights are there."""
@@ -129,9 +126,8 @@ class HeadCall:
         bounds = loss_bounds(patch.num_shards, len(hidden), hidden.shape[-1])
         patch.untiled = ""
         patch.largest.note(len(hidden), bounds, f"the loss of {patch.name}")
-        loss: partial[Tensor] = partial(
-            tiled_loss, kind=kind, num_shards=patch.num_shards, name=f"the head of {patch.name}"
-        )
+        name = f"the head of {patch.name}"
+        loss: partial[Tensor] = partial(tiled_loss, kind=kind, num_shards=patch.num_shards, name=name)
         if not steps and patch.below is None and type(head).forward is nn.Linear.forward:
             return loss(linear, hidden, target, list(filter(torch.is_tensor, (head.weight, head.bias))))
         weights = weights_of(list(head.modules()))
@@ -148,20 +144,16 @@ class HeadCall:
 
 # Its logits
 
-Step = Callable[[Tensor], Tensor]
-"""Something that a model does to its logits."""
+Step = Callable[[Tensor], Tensor]  # something that a model does to its logits
 
 
 class DeferredLogits(Deferred):
     """Logits ``[..., V]`` that are not computed yet: see NOTE [Deferred logits]."""
 
     call: HeadCall
-    hidden: Tensor
-    """The hidden states of their tokens, ``[..., H]``."""
-    steps: tuple[Step, ...]
-    """What is to be done to the head's logits."""
-    source: tuple[DeferredLogits, Step] | None
-    """The logits that these were made of, and how."""
+    hidden: Tensor  # [..., H], of their tokens
+    steps: tuple[Step, ...]  # what is to be done to the head's logits
+    source: tuple[DeferredLogits, Step] | None  # the logits that these were made of, and how
 
     @classmethod
     def of(cls, call: HeadCall, hidden: Tensor, dtype: Any, steps: Any = (), source: Any = None) -> DeferredLogits:
@@ -240,10 +232,9 @@ def _refuse(name: str, gradient: Tensor) -> None:
 
 
 _NUMBER = int | float
-_SHAPE = int | torch.Size
 _JOIN: dict[str, Any] = dict.fromkeys(("float", "double", "to"), torch.dtype)
 _JOIN |= dict.fromkeys(("tanh", "mul", "rmul", "div", "truediv"), _NUMBER)
-_JOIN |= dict.fromkeys(("view", "reshape", "contiguous", "flatten"), _SHAPE)
+_JOIN |= dict.fromkeys(("view", "reshape", "contiguous", "flatten"), int | torch.Size)
 _JOIN["getitem"] = slice | int | EllipsisType | None
 """The names of functions and operators that join, and the types of their arguments besides the logits."""
 
@@ -251,11 +242,7 @@ _JOIN["getitem"] = slice | int | EllipsisType | None
 
 
 def find_losses(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the models of transformers, in a model, that compute their loss from labels and a linear head.
-
-    Raises:
-        NothingFoundError: If there is none.
-    """
+    """Return the models of transformers, in a model, that compute their loss from labels and a linear head."""
     found = [(path, module) for path, module in walk_all(model) if _has_loss(module)]
     if not found:
         raise NothingFoundError(
@@ -274,10 +261,7 @@ def _has_loss(module: nn.Module) -> bool:
 
 
 def patch_losses(found: Sequence[tuple[str, Any]], loss: LossShards, owner: object, evaluation: bool = False) -> None:
-    """Let these models compute their losses in tiles, for the owner to undo. The last number of tiles counts.
-
-    With ``evaluation`` or ``"always"``, losses of the evaluation are in tiles, too.
-    """
+    """Let these models compute their losses in tiles, for the owner to undo, and maybe those of the evaluation, too."""
     num_shards: int | Literal["auto"] = loss if isinstance(loss, int) else "auto"
     for _, module in found:
         set_patch(module, LossPatch(evaluation or loss == "always", owner))
