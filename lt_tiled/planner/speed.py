@@ -47,11 +47,8 @@ MACHINES: dict[str, Machine] = {
 
 @dataclass(frozen=True)
 class Speed:
-    """The predicted seconds of a forward pass, a backward pass, the optimizer and a step, and what bounds the step."""
+    """The predicted seconds of a step, and what bounds it."""
 
-    forward: float
-    backward: float
-    optimizer: float
     seconds: float
     bound: str
     tokens_per_second: float  # of all ranks
@@ -103,4 +100,4 @@ def predict(plan: Plan, machine: Machine) -> Speed:
     if settings.sequence_parallel:
         tokens //= settings.sequence_parallel.size
     bound = max(slowest, key=lambda resource: slowest[resource])
-    return Speed(max(forward.values()), max(backward.values()), update, seconds, bound, tokens / seconds)
+    return Speed(seconds, bound, tokens / seconds)
