@@ -70,7 +70,7 @@ class AppliesPolicies:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Selection:
     """What the policies name in a model, and nothing has prepared yet."""
 
     tiled: Sequence[Tileable]
@@ -79,7 +79,7 @@ class Plan:
     doors: Sequence[Door]
 
 
-def find_plan(model: nn.Module, policies: AppliesPolicies) -> Plan:
+def select(model: nn.Module, policies: AppliesPolicies) -> Selection:
     """Find what the policies name, and change nothing. Raise ``ValueError`` if a policy names what is not there."""
 
     def find(function: Callable[..., list[Any]], policy: Any, *args: Any) -> list[Any]:
@@ -107,7 +107,7 @@ def find_plan(model: nn.Module, policies: AppliesPolicies) -> Plan:
     if before := len(tiled) - len(new_tiled) + len(blocks) - len(new_blocks):
         kind = type(model).__name__
         warn(f"{before} modules of {kind} are prepared already and stay as they are: release what prepared them first.")
-    return Plan(new_tiled, losses, new_blocks, doors)
+    return Selection(new_tiled, losses, new_blocks, doors)
 
 
 class Prepared(AbstractContextManager["Prepared"]):
@@ -120,32 +120,32 @@ class Prepared(AbstractContextManager["Prepared"]):
         self.model = model
         self.offloader: Offloader | None = None
         # An error leaves the model as it was: first because nothing is changed yet, then because the stack undoes it.
-        plan = find_plan(model, policies)
+        selection = select(model, policies)
         with ExitStack() as undo:
-            self._tile(plan, policies, undo)
-            self._checkpoint(plan, policies, undo)
-            for door in plan.doors:
+            self._tile(selection, policies, undo)
+            self._checkpoint(selection, policies, undo)
+            for door in selection.doors:
                 enable(door, undo)
             self._undo = undo.pop_all()
         inform(self.report().summary())
 
-    def _tile(self, plan: Plan, policies: AppliesPolicies, undo: ExitStack) -> None:
+    def _tile(self, selection: Selection, policies: AppliesPolicies, undo: ExitStack) -> None:
         """Run modules and losses in tiles, until ``undo`` is closed."""
         owner = Owner()
         needs = policies.needs or Engine(self.model)
         undo.callback(restore_leaves, self.model)  # the last one: leaf modules are those with tiles
         undo.callback(remove_patches, self.model, owner)
         if policies.tiling is not None:
-            for tileable in plan.tiled:
+            for tileable in selection.tiled:
                 patch_tiled(tileable, policies.tiling, needs, owner)
         if policies.loss is not None:
-            patch_losses(plan.losses, policies.loss, owner)
+            patch_losses(selection.losses, policies.loss, owner)
         patch_leaves(self.model)
 
-    def _checkpoint(self, plan: Plan, policies: AppliesPolicies, undo: ExitStack) -> None:
+    def _checkpoint(self, selection: Selection, policies: AppliesPolicies, undo: ExitStack) -> None:
         """Run blocks with activation checkpointing, until ``undo`` is closed."""
         policy = policies.activation_checkpointing
-        if policy is None or not plan.blocks:
+        if policy is None or not selection.blocks:
             return
         if policy.offload is not None:
             self.offloader = policies.build_offloader(policy, policies.ranks_per_node)
@@ -153,10 +153,10 @@ class Prepared(AbstractContextManager["Prepared"]):
         keep = policy_of(policy.keep)
         need_mode: set[nn.Module] = set()
         if keep is is_attention:
-            need_mode = reach_attention(self.model, plan.blocks, undo)
+            need_mode = reach_attention(self.model, selection.blocks, undo)
         for module in turn_off_own_checkpointing(self.model):
             undo.callback(setattr, module, "gradient_checkpointing", True)
-        for path, block in plan.blocks:
+        for path, block in selection.blocks:
             offload: BlockOffload | None = None
             if self.offloader is not None:
                 offload = BlockOffload(self.offloader, path, self.model)
