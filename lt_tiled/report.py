@@ -48,7 +48,6 @@ class Report:
 
     @classmethod
     def of(cls, model: nn.Module) -> Report:
-        """Return the report of a model."""
         # 1. Modules that run in tiles.
         tiled: list[ReportedModule] = []
         norms: list[ReportedModule] = []

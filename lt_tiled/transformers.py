@@ -51,7 +51,6 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
-        """Prepare the model."""
         if args.n_gpu > 1:
             raise ValueError(
                 f"The Trainer will replicate the model on {args.n_gpu} GPUs with nn.DataParallel, which TiledCallback"

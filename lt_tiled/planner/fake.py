@@ -113,7 +113,6 @@ class FakeLedger(Ledger):
         self._made.append((torch._C._autograd._get_sequence_nr(), self.part()))
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Note that a module runs."""
         above = self._running[-1] if self._running else None
         self._running.append(self._parts.get(module, above))
         self._note()
@@ -121,7 +120,6 @@ class FakeLedger(Ledger):
             self.name([t for t in args if isinstance(t, Tensor) and t.is_floating_point()], "block inputs")
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note that a module has run, or raised."""
         if self._running:
             self._running.pop()
         if module in self._blocks:

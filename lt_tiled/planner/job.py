@@ -34,7 +34,6 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """The sequence length of the batch."""
         return shape_of(self.batch)[1]
 
 

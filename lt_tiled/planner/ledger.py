@@ -85,16 +85,13 @@ class Ledger(TorchDispatchMode):
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation."""
         return func(*args, **kwargs)
 
     @property
     def flops(self) -> int:
-        """The FLOPs so far."""
         return self.work.total()
 
     def part(self) -> str:
-        """Return what is running."""
         return "rest"
 
     def allocate(self, nbytes: int, part: str) -> Allocation:

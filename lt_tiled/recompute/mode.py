@@ -33,14 +33,12 @@ class RandomState:
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
-        """Return the current states."""
         states = [torch.get_rng_state()]
         if device.type not in ("cpu", "meta"):
             states.append(torch.get_device_module(device).get_rng_state(device))
         return cls(device, states)
 
     def set(self) -> None:
-        """Make them the current states."""
         torch.set_rng_state(self.states[0])
         for state in self.states[1:]:
             torch.get_device_module(self.device).set_rng_state(state, self.device)
@@ -80,7 +78,6 @@ class Precision:
 
     @classmethod
     def now(cls, device: torch.device) -> Precision:
-        """Return the current settings."""
         kind = device.type
         dtype = None
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -90,7 +87,6 @@ class Precision:
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Apply these settings."""
         before = Precision.now(torch.device(self.kind))
         with ExitStack() as stack:
             if before.dtype != self.dtype:
@@ -198,14 +194,14 @@ class PlainSavedTensors(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(lambda tensor: tensor if tensor.is_leaf else tensor.detach(), lambda packed: packed)
 
 
-def saved_tensors_hooks() -> Any:
+def hooks_of_saved_tensors() -> Any:
     """Return the hooks that see the saved tensors of a graph that is made now; ``None`` without."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # no public name
 
 
 def in_checkpoint() -> bool:
     """Whether torch's activation checkpoint runs this code, or its recompute."""
-    hooks = saved_tensors_hooks()
+    hooks = hooks_of_saved_tensors()
     name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
     return name.startswith(("_checkpoint_hook", "_recomputation_hook"))
 

@@ -97,7 +97,6 @@ class Tokens:
 
     @cached_property
     def count(self) -> int:
-        """The number of tokens."""
         return prod(self.lead)
 
     def cover(self, tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lt_tiled.recompute.mode import Precision, saved_tensors_hooks, version_of
+from lt_tiled.recompute.mode import Precision, hooks_of_saved_tensors, version_of
 from lt_tiled.tiling.anchor import anchored
 from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.run import TiledFunction, Trace, forward
@@ -138,7 +138,7 @@ class Pending(Deferred):
         pending.group = group
         pending.box = []
         pending._data = None
-        pending.hooks = saved_tensors_hooks()
+        pending.hooks = hooks_of_saved_tensors()
         inside = _inside.get()
         if inside is not None:
             inside.append(weakref.ref(pending))
@@ -168,7 +168,7 @@ class Pending(Deferred):
             return False
         if list(map(version_of, self.inputs)) != self.versions:
             return False
-        return Precision.now(self.call.device) == self.call.precision and saved_tensors_hooks() == self.hooks
+        return Precision.now(self.call.device) == self.call.precision and hooks_of_saved_tensors() == self.hooks
 
 
 class _Value(torch.autograd.Function):

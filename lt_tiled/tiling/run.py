@@ -23,9 +23,9 @@ from lt_tiled.recompute.mode import (
     PlainSavedTensors,
     RandomState,
     hidden_from_checkpoints,
+    hooks_of_saved_tensors,
     is_real,
     random_state_kept,
-    saved_tensors_hooks,
 )
 from lt_tiled.tiling.anchor import anchored, several_ranks
 from lt_tiled.tiling.call import TiledCall
@@ -118,7 +118,7 @@ def forward(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ..
 
 def hidden_from_offloaders() -> AbstractContextManager[Any]:
     """Hide the saved tensors of tiles from hooks around; without hooks, hiding costs time for nothing."""
-    return nullcontext() if saved_tensors_hooks() is None else PlainSavedTensors()
+    return nullcontext() if hooks_of_saved_tensors() is None else PlainSavedTensors()
 
 
 # The backward pass

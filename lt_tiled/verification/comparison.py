@@ -164,7 +164,6 @@ class Comparison(Callback):
             self._compare(self.untiled, self._run_step(pl_module), pl_module)
 
     def _run_step(self, trained: LightningModule) -> Measured:
-        """Run a step on the engine."""
         strategy = self.trainer.strategy
         optimizer = self.trainer.optimizers[0]
         losses = list[Tensor]()

@@ -106,7 +106,6 @@ class Measured:
 
     @property
     def norm(self) -> float:
-        """The norm of all gradients."""
         return math.hypot(*map(_norm, self.gradients.values()))
 
     def errors(self, base: Measured) -> dict[str, float]:
