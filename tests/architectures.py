@@ -103,10 +103,6 @@ def _speech(model: Any) -> dict[str, torch.Tensor]:
     return {"input_features": _floats(model, BATCH, 16, 2 * LENGTH), "labels": _ids()}
 
 
-def _images_and_titles(model: Any) -> dict[str, Any]:
-    return {"input_ids": _ids(), "pixel_values": _pixels(model), "return_loss": True}
-
-
 def _images_in_text(model: Any) -> dict[str, torch.Tensor]:
     ids = _ids()
     ids[:, 4:20] = model.config.image_token_id
@@ -150,9 +146,8 @@ def _masked(name: str, **more: Any) -> Architecture:
 
 
 def _vision(name: str, **more: Any) -> Architecture:
-    return _of(
-        f"{name}ForImageClassification", inputs=_classified("pixel_values", 3, 64, 64), **{"base": _VISION, **more}
-    )
+    given = {"base": _VISION, "inputs": _classified("pixel_values", 3, 64, 64), **more}
+    return _of(f"{name}ForImageClassification", **given)
 
 
 def _seq2seq(name: str, **more: Any) -> Architecture:
@@ -175,112 +170,69 @@ _JAMBA |= {"use_mamba_kernels": False, "mamba_d_state": 4, "mamba_expand": 1}
 _GEMMA_3N = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
 _GEMMA_3N |= {"laurel_rank": 8, "layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA_3N |= {"activation_sparsity_pattern": [0.9, 0.0]}
-_LONGCAT = {"ffn_hidden_size": WIDE, "expert_ffn_hidden_size": WIDE, "moe_topk": 2, "zero_expert_num": 1}
-_LONGCAT |= {"num_layers": 1, "num_key_value_heads": HEADS}
 _WAV2VEC2: dict[str, Any] = {"conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (5, 2)}
 _WAV2VEC2 |= {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
 _WAV2VEC2 |= {"classifier_proj_size": 8, "apply_spec_augment": False, "layerdrop": 0.0}
-_WAV2VEC2_BERT = {**_WAV2VEC2, "feature_projection_input_dim": 16, "conv_depthwise_kernel_size": 7}
 _SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "num_attention_heads": [2, 4]}
 _SWIN |= {"image_size": 64, "patch_size": 8}
 _LEVIT = {"patch_size": None, "hidden_sizes": [16, 16, 32], "num_attention_heads": [2, 2, 4], "depths": [1, 1, 1]}
 _LEVIT |= {"key_dim": [8] * 3}
-_HIERA = {
-    "patch_size": None,
-    "embed_dim": 16,
-    "depths": [1, 1],
-    "num_heads": [1, 2],
-    "image_size": [64, 64],
-    "num_query_pool": 1,
-}
-_FEW_PATCHES = {**_VISION, "patch_size": 16}
-_CLIP = {"text_config": {**_SIZES, "eos_token_id": 2}, "vision_config": _FEW_PATCHES, "projection_dim": 16}
 _LLAVA = {"text_config": {**_SIZES, "model_type": "llama"}, "image_token_id": 1}
-_LLAVA |= {"vision_config": {**_FEW_PATCHES, "model_type": "clip_vision_model"}}
+_LLAVA |= {"vision_config": {**_VISION, "patch_size": 16, "model_type": "clip_vision_model"}}
 _MLLAMA = {"text_config": {**_SIZES, "cross_attention_layers": [1]}, "image_token_index": 1}
 _CROSS = {"hidden_size": H, "intermediate_size": WIDE, "num_hidden_layers": 2, "num_global_layers": 1}
 _CROSS |= {"attention_heads": HEADS, "image_size": 64, "patch_size": 8, "max_num_tiles": 1, "vision_output_dim": 2 * H}
 _CROSS |= {"intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}
 _MLLAMA |= {"vision_config": _CROSS}
+_IN_TURN = ["linear_attention", "full_attention"]
+_DEEPSEEK = {"first_k_dense_replace": 1, "num_key_value_heads": HEADS}
+_GRANITE_4 = {"shared_intermediate_size": WIDE, "layer_types": ["mamba", "attention"]}
+_DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8}
+_SOUND = _classified("input_values", 10 * LENGTH)
 _LAST = "it does not end in an `nn.Linear`"
 _POST_NORM = "the norm of the sum with the residual reads it"
+_BEFORE_EXPERTS = "the shared expert, which runs after the routed ones, is a module of its own"
+_ALT_UP = "AltUp and the per-layer inputs read it"
+_GATE = "the gate of a cross-attention layer reads it"
 _LAYER_SCALE = "the gradient of its scale, which is no module, reads it"
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Llama": _causal("Llama"),
-    "Qwen 2": _causal("Qwen2"),
-    "Qwen 3": _causal("Qwen3"),
-    "Mistral": _causal("Mistral"),
-    "Phi-3": _causal("Phi3"),
-    "Phi": _causal("Phi"),
-    "Gemma": _causal("Gemma", error=1e-6),
     "Gemma 2": _causal("Gemma2", error=1e-6),
-    "Gemma 3": _causal("Gemma3", "Gemma3TextConfig", error=1e-6),
     "GPT-2": _of("GPT2LMHeadModel", "GPT2Config", more_flops=_LAST),
-    "GPT-J": _causal("GPTJ", rotary_dim=4, error=1e-6),
     "GPT-NeoX": _causal("GPTNeoX"),
     "OPT": _causal("OPT", finds=False),
-    "OPT, post-norm": _causal("OPT", finds=False, do_layer_norm_before=False),
     "Falcon": _causal("Falcon", head_dim=None, ffn_hidden_size=WIDE, more_flops=_LAST),
     "BLOOM": _causal("Bloom", more_flops=_LAST),
-    "MPT": _causal("Mpt", n_heads=1, more_flops=_LAST),
     "OLMo 2": _causal("Olmo2"),
     "GLM-4": _causal("Glm4"),
     "Cohere": _causal("Cohere"),
     "Granite": _causal("Granite"),
-    "EXAONE 4": _causal("Exaone4"),
-    "SmolLM 3": _causal("SmolLM3"),
-    "StarCoder 2": _causal("Starcoder2"),
     "Mixtral": _causal("Mixtral"),
-    "Qwen 2 MoE": _causal("Qwen2Moe"),
     "Qwen 3 MoE": _causal("Qwen3Moe"),
     "GPT-OSS": _causal("GptOss"),
-    "DeepSeek V3": _causal(
-        "DeepseekV3", first_k_dense_replace=1, num_key_value_heads=HEADS, error=1e-6, more_flops=_LAST
-    ),
-    "OLMoE": _causal("Olmoe"),
-    "Granite MoE": _causal("GraniteMoe"),
+    "DeepSeek V3": _causal("DeepseekV3", **_DEEPSEEK, error=1e-6, more_flops=_LAST),
     "Llama 4 (text)": _causal("Llama4", "Llama4TextConfig", more_flops=_LAST, **_LLAMA_4),
     "T5": _seq2seq("T5", decoder_start_token_id=0, more_flops=_LAST),
     "BART": _seq2seq("Bart", finds=False),
     "BERT": _masked("Bert"),
-    "RoBERTa": _masked("Roberta", max_position_embeddings=LENGTH + 2),
     "ViT": _vision("ViT"),
     "Whisper": _seq2seq("Whisper", finds=False, **_WHISPER, inputs=_speech),
     "Qwen 3-VL": _seq2seq("Qwen3VL", base=_QWEN3_VL, inputs=_qwen3_vl_images),
     "Gemma 3 (image and text)": _seq2seq("Gemma3", base=_GEMMA_3, inputs=_gemma3_images, error=1e-6),
-    "GPT-Neo": _causal(
-        "GPTNeo", attention_types=[[["global", "local"], 1]], window_size=16, error=1e-6
-    ),  # its attention computes in float32
-    "StableLM, parallel": _causal("StableLm", use_parallel_residual=True, qk_layernorm=True),
     "Nemotron": _causal("Nemotron"),
     "OLMo": _causal("Olmo"),
-    "DiffLlama": _causal("DiffLlama"),
     "Doge": _causal("Doge", more_flops="the residual is scaled after it, and saved for that"),
-    "Apertus": _causal("Apertus"),
-    "NanoChat": _causal("NanoChat"),
-    "Gemma 3n": _causal(
-        "Gemma3n", "Gemma3nTextConfig", **_GEMMA_3N, error=1e-6, more_flops="AltUp and the per-layer inputs read it"
-    ),
-    "PhiMoE": _causal("Phimoe", router_jitter_noise=0.0, input_jitter_noise=0.0, error=1e-6),
+    "Gemma 3n": _causal("Gemma3n", "Gemma3nTextConfig", **_GEMMA_3N, error=1e-6, more_flops=_ALT_UP),
     "JetMoE": _causal("JetMoe", kv_channels=8),
-    "LongCat-Flash": _causal(
-        "LongcatFlash", **_LONGCAT, error=1e-6, more_flops="a second attention follows in the block"
-    ),
-    "MiniMax": _causal("MiniMax", block_size=16, layer_types=["linear_attention", "full_attention"], error=1e-6),
+    "MiniMax": _causal("MiniMax", block_size=16, layer_types=_IN_TURN, error=1e-6),
     "Mamba": _causal("Mamba", finds=False),
     "RWKV": _causal("Rwkv", finds=False),
     "Jamba": _causal("Jamba", **_JAMBA, error=1e-6),
     "Zamba 2": _causal("Zamba2", more_flops="the Mamba layer after it reads it", **_ZAMBA_2),
     "Falcon H1": _causal("FalconH1", more_flops=_LAST, mamba_d_ssm=64),
-    "Qwen 3-Next": _causal("Qwen3Next", layer_types=["linear_attention", "full_attention"], error=1e-6),
-    "Granite 4 (hybrid)": _causal(
-        "GraniteMoeHybrid",
-        shared_intermediate_size=WIDE,
-        layer_types=["mamba", "attention"],
-        error=1e-6,
-        more_flops="the shared expert, which runs after the routed ones, is a module of its own",
-    ),
+    "Qwen 3-Next": _causal("Qwen3Next", layer_types=_IN_TURN, error=1e-6),
+    "Granite 4 (hybrid)": _causal("GraniteMoeHybrid", **_GRANITE_4, error=1e-6, more_flops=_BEFORE_EXPERTS),
     "LFM 2": _causal("Lfm2", block_ff_dim=WIDE, layer_types=["conv", "full_attention"]),
     "ModernBERT": _masked("ModernBert", local_attention=16),
     "DistilBERT": _masked("DistilBert", more_flops=_POST_NORM),
@@ -289,31 +241,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ALBERT": _masked("Albert", more_flops=_POST_NORM, embedding_size=16),
     "Longformer": _masked("Longformer", attention_window=[16, 16], max_position_embeddings=LENGTH + 2),
     "ESM": _masked("Esm", more_flops=_LAST, mask_token_id=2, position_embedding_type="rotary"),
-    "NomicBERT": _masked("NomicBert", more_flops=_POST_NORM),
-    "DeBERTa V2": _masked(
-        "DebertaV2", finds=False, relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=8
-    ),
+    "DeBERTa V2": _masked("DebertaV2", finds=False, **_DEBERTA),
     "BEiT": _vision("Beit", more_flops=_LAYER_SCALE, layer_scale_init_value=0.1),
     "DINOv2 with registers": _vision("Dinov2WithRegisters", mlp_ratio=6, use_swiglu_ffn=True),
     "Swin": _vision("Swin", base=_SWIN),
-    "Hiera": _vision("Hiera", **_HIERA),
     "LeViT": _vision("Levit", finds=False, **_LEVIT),
-    "wav2vec 2.0": _of(
-        "Wav2Vec2ForSequenceClassification",
-        **_WAV2VEC2,
-        inputs=_classified("input_values", 10 * LENGTH),
-        more_flops=_POST_NORM,
-    ),
-    "wav2vec 2.0-BERT": _of(
-        "Wav2Vec2BertForSequenceClassification",
-        **_WAV2VEC2_BERT,
-        inputs=_classified("input_features", LENGTH, 16),
-        more_flops="the attention after the first MLP, and the last norm, read it",
-    ),
-    "CLIP": _of("CLIPModel", "CLIPConfig", base=_CLIP, inputs=_images_and_titles),
+    "wav2vec 2.0": _of("Wav2Vec2ForSequenceClassification", **_WAV2VEC2, inputs=_SOUND, more_flops=_POST_NORM),
     "LLaVA": _seq2seq("Llava", base=_LLAVA, inputs=_images_in_text),
-    "Llama 3.2 (image and text)": _seq2seq(
-        "Mllama", base=_MLLAMA, inputs=_images_beside_text, more_flops="the gate of a cross-attention layer reads it"
-    ),
-    "T5Gemma": _seq2seq("T5Gemma", base={"encoder": _SIZES, "decoder": _SIZES, "vocab_size": VOCAB}, error=1e-6),
+    "Llama 3.2 (image and text)": _seq2seq("Mllama", base=_MLLAMA, inputs=_images_beside_text, more_flops=_GATE),
 }

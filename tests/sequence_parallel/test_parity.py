@@ -94,14 +94,11 @@ _ENCODER = "is an encoder-decoder, .* use a decoder-only model"
 _BLOCKS = r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)"
 _CHECKED = r"(cannot run on a part of its tokens|has another (output|gradient)).* Use sdpa|no attention saw all tokens"
 _CHECKED += "|The state of Mamba 1 has no heads"
-REFUSED = dict.fromkeys(["BART", "T5", "T5Gemma", "Whisper"], _ENCODER)
+REFUSED = dict.fromkeys(["BART", "T5", "Whisper"], _ENCODER)
 REFUSED |= dict.fromkeys(["LeViT", "Swin", "wav2vec 2.0"], _BLOCKS)
-REFUSED["Hiera"] = "A shared block returns hidden states .* and nothing else: return"
 REFUSED["Llama 4 (text)"] = "scales attention by positions that it counts from its own tokens"
 REFUSED["Llama 3.2 (image and text)"] = "needs self-attention of all .* use another attention"
-for _name in ("BLOOM", "DeBERTa V2", "Doge", "FNet", "GPT-J", "GPT-Neo", "Jamba", "Longformer"):
-    REFUSED[_name] = _CHECKED
-for _name in ("MPT", "Mamba", "MiniMax", "Qwen 3-VL", "RWKV", "wav2vec 2.0-BERT"):
+for _name in ("BLOOM", "DeBERTa V2", "Doge", "FNet", "Jamba", "Longformer", "Mamba", "MiniMax", "Qwen 3-VL", "RWKV"):
     REFUSED[_name] = _CHECKED
 
 

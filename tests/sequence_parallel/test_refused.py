@@ -151,6 +151,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "reentrant checkpoints": (Case(hand_written(Recomputed), ids_alone), "of its own.*Use lt_tiled's"),
     "gradient_checkpointing_enable": (Case(own_checkpointing), "in place of gradient_checkpointing_enable"),
     "mask of a rank": (pooled(locally_masked), "which is not that of all 37 tokens. Make masks before the first block"),
+    "fewer tokens": (
+        pooled(lambda block, x: block.plain(x)[:, 1:]),
+        "returns hidden states .* and nothing else: return",
+    ),
     "attention that is not shared": (Case(hand_written(OwnAttention, False)), _UNSEEN),
     "output_attentions": (
         Case(causal("llama"), lambda x: labeled(x) | {"output_attentions": True}),
