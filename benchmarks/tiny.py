@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from tests.sequence_parallel.hybrids import HYBRIDS, hybrid
+from tests.sequence_parallel.hybrids import HYBRIDS, causal
 from tests.sequence_parallel.models import VOCAB
 
 HIDDEN, HEADS, HEAD, LAYERS = 32, 4, 8, 2
@@ -61,7 +61,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # what the configurations of some models 
 def tiny_model(model_type: str) -> nn.Module:
     """Return a small causal model in float64 with random weights, without dropout or jitter, in training mode."""
     if model_type in HYBRIDS:
-        return hybrid(model_type)
+        return causal(model_type)()
     config_class: Any = CONFIG_MAPPING[model_type]
     config = config_class(**fields_of(config_class))
     for part in (config, config.get_text_config()):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.models import without_dropout
+
 BATCH, LENGTH, VOCAB = 2, 64, 64
 H, WIDE, HEADS = 32, 192, 4
 
@@ -66,12 +68,7 @@ class Architecture:
         fields = {name: value for name, value in self.fields.items() if value is not None}
         config = getattr(transformers, self.config)(**fields)
         config._experts_implementation = experts
-        model = getattr(transformers, self.model)(config).to(dtype).train()
-        for module in model.modules():
-            for name, value in list(vars(module).items()):
-                if isinstance(value, float) and (name == "p" or "drop" in name):
-                    setattr(module, name, 0.0)
-        return model
+        return without_dropout(getattr(transformers, self.model)(config).to(dtype))
 
     def feed(self, model: Any) -> dict[str, torch.Tensor]:
         """Inputs with labels."""

@@ -155,11 +155,15 @@ def tiny_llama(**fields: Any) -> Any:
     """A Hugging Face Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, "vocab_size": 64, **fields}))
+    sizes = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **fields}))
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Return a model of transformers in training mode, in which nothing is dropped."""
+    for module in model.train().modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and (name == "p" or "drop" in name):
+                setattr(module, name, 0.0)
+    return model

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.models import without_dropout
 from tests.sequence_parallel.models import VOCAB
 
 _SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCAB}
@@ -66,20 +67,12 @@ def causal(name: str, **fields: Any) -> Callable[[], nn.Module]:
         config = transformers.AutoConfig.for_model(name, **given)
         config._experts_implementation = "eager"
         torch.manual_seed(0)
-        model: Any = transformers.AutoModelForCausalLM.from_config(config).double().train()
+        model: Any = transformers.AutoModelForCausalLM.from_config(config).double()
         if name == "gpt_oss":
             model.set_attn_implementation("eager")  # which has sinks
-        for module in model.modules():
-            for field, value in list(vars(module).items()):
-                if isinstance(value, float) and (field == "p" or "drop" in field):
-                    setattr(module, field, 0.0)
-        return model
+        return without_dropout(model)
 
     return build
-
-
-def hybrid(name: str, **fields: Any) -> nn.Module:
-    return causal(name, **fields)()
 
 
 class _Wide:

@@ -76,14 +76,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(**heads) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(H), nn.Linear(H, VOCAB, bias=False)
 
-    def mask(self, places: Tensor, window: int | None) -> Tensor | None:
-        distance = places[:, None] - places
-        return None if window is None else (distance >= 0) & (distance < window)
-
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, window: int | None = None) -> Any:
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.embed(input_ids) + self.positions(places)
-        mask = self.mask(places, window)
+        distance = places[:, None] - places
+        mask = None if window is None else (distance >= 0) & (distance < window)
         for block in self.blocks:
             x = block(x, mask)
         logits = self.head(self.norm(x))
@@ -140,26 +137,17 @@ class OwnAttention(GPT):
             block.attention.function = shared_attention(softmax_attention) if shared else softmax_attention
 
 
-class Body(nn.Module):
-    """A module that a policy can name: blocks and a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.LayerNorm(H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-
 class WithBody(nn.Module):
-    """A model with such a module, dropout in front of it and a loss behind it."""
+    """A model with a module that a policy can name, dropout in front of it and a loss behind it."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.embed, self.dropout, self.body = nn.Embedding(VOCAB, H), nn.Dropout(dropout), Body()
+        self.embed, self.dropout, self.body = (
+            nn.Embedding(VOCAB, H),
+            nn.Dropout(dropout),
+            nn.Sequential(Block(), Block()),
+        )
+        self.body.append(nn.LayerNorm(H))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.body(self.dropout(self.embed(input_ids)))

@@ -69,10 +69,7 @@ class Counts(TorchDispatchMode):
 
 
 def shared(
-    case: str | Case,
-    size: int = 2,
-    policies: dict[str, Any] | None = None,
-    device: str = "cpu",
+    case: str | Case, size: int = 2, policies: dict[str, Any] | None = None, device: str = "cpu"
 ) -> tuple[float, int, str]:
     """Compare steps that ranks share, in groups of ``size`` with sequences of their own, with whole ones.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import lt_tiled
 from tests.parity import EXACT
 from tests.sequence_parallel.cases import WINDOW, Case, labeled, no_labels, packed, padded
-from tests.sequence_parallel.hybrids import causal, hybrid
+from tests.sequence_parallel.hybrids import causal
 from tests.sequence_parallel.models import ids
 from tests.sequence_parallel.runs import shared
 from tests.world import World
@@ -107,7 +107,7 @@ def restored() -> None:
     """Release two models of one file in turn."""
     from transformers.models.bamba import modeling_bamba as file
 
-    models, table = [hybrid("bamba"), hybrid("bamba")], vars(file)
+    models, table = [causal("bamba")(), causal("bamba")()], vars(file)
     before, convolution = dict(table), table["causal_conv1d_fn"]
     first, second = (lt_tiled.prepare(model, sequence_parallel=2) for model in models)
     assert table["causal_conv1d_fn"] is not convolution

@@ -14,16 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lt_tiled
 from tests.models import AttachedLoss, H
-from tests.sequence_parallel.cases import (
-    DYNAMIC,
-    LONGROPE,
-    SWITCH,
-    Case,
-    ids_alone,
-    labeled,
-    llama,
-    no_labels,
-)
+from tests.sequence_parallel.cases import DYNAMIC, LONGROPE, SWITCH, Case, ids_alone, labeled, llama, no_labels
 from tests.sequence_parallel.hybrids import causal
 from tests.sequence_parallel.models import VOCAB, Between, Coded, OwnAttention, Pooled, hand_written, ids
 from tests.sequence_parallel.runs import shared
