@@ -9,6 +9,7 @@ offloaded: that frees weights, and lets Adam's averages share memory
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,6 +82,16 @@ class _FSDP(ShardedStrategy):
             FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=True),
         )
 
+    def full_optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the full state of an optimizer on rank 0."""
+        with self.full_states(model):
+            full = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        # The weights of a flat parameter share their number of steps, which other engines would count for each of them.
+        for state in full.get("state", {}).values():
+            if "step" in state:
+                state["step"] = deepcopy(state["step"])
+        return full
+
 
 class TrainerFSDP(_FSDP, TiledTrainerStrategy):
     """FSDP1 for Trainer."""
@@ -120,8 +131,7 @@ class TrainerFSDP(_FSDP, TiledTrainerStrategy):
             return super().optimizer_state(optimizer)
         assert self.model is not None
         own = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
-        with self.full_states(self.model):
-            state = FullyShardedDataParallel.optim_state_dict(self.model, own)
+        state = self.full_optimizer_state(self.model, own)
         # As the parent does, replace names by numbers, which weights in a flat parameter do not have. The parent loads
         # both forms.
         if self.global_rank == 0 and self.options["use_orig_params"]:
@@ -142,10 +152,10 @@ class FabricFSDP(_FSDP, TiledFabricStrategy):
         # This does what the parent does, without offloading.
         full = dict(state)
         model = next(value for value in state.values() if isinstance(value, FullyShardedDataParallel))
+        for key, value in state.items():
+            if isinstance(value, Optimizer):
+                full[key] = self.full_optimizer_state(model, value)
         with self.full_states(model):
-            for key, value in state.items():
-                if isinstance(value, Optimizer):
-                    full[key] = FullyShardedDataParallel.optim_state_dict(model, value)
             full = self._convert_stateful_objects_in_state(full, filter or {})
         if self.global_rank == 0:
             torch.save(full, path)

@@ -168,11 +168,11 @@ def test_full_with_a_filter(world: World, tmp_path: Path) -> None:
     assert world(save_filtered, str(tmp_path / "model.ckpt")) == [expected] * 2
 
 
-def resume_elsewhere(loading: str, path: str, changes: dict[str, bool]) -> tuple[str, str]:
-    """Train two steps under DDP and two in another format, and return the error of the latter."""
+def resume_elsewhere(loading: str, path: str, changes: dict[str, bool], saving: str = "ddp") -> tuple[str, str]:
+    """Train two steps in a format and two in another one, and return the error of the latter."""
     whole, first, second = (Steps(**changes) for _ in range(3))
     run("ddp", "", "untiled", max_steps=4).fit(whole)
-    before = run("ddp", "", "untiled", max_steps=2)
+    before = run(saving, "", "untiled", max_steps=2)
     before.fit(first)
     before.save_checkpoint(path)
     error = error_of(lambda: run(loading, "", "untiled", max_steps=4).fit(second, ckpt_path=path))
@@ -189,3 +189,9 @@ def test_weights_in_another_order(loading: str, changes: dict[str, bool], world:
     for kind, text in world(resume_elsewhere, loading, str(tmp_path / "run.ckpt"), changes):
         assert kind == ("" if loading == "ddp" else "ValueError")
         assert loading == "ddp" or "which have another order than the weights of" in text
+
+
+def test_flat_weights_count_their_own_steps(world: World, tmp_path: Path) -> None:
+    """FSDP2 resumes a full checkpoint of flat parameters, whose weights shared one number of steps."""
+    found = world(resume_elsewhere, "fsdp2 full", str(tmp_path / "run.ckpt"), {}, "fsdp_flat full")
+    assert found == [("", "no error")] * 2
