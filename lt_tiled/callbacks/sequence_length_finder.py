@@ -125,7 +125,7 @@ class SequenceLengthFinder(Callback):
                 run_step(strategy, module, with_length(batch, tokens), trainer.optimizers[0])
             fits = self.memory is None or memory.read() <= self.memory
         except RuntimeError as error:
-            if not (is_oom_error(error) or "can't allocate memory" in str(error)):
+            if not is_oom_error(error):
                 raise
             fits = False
         for optimizer in trainer.optimizers:
