@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled.loss.cross_entropy import shifted, wide_dtype
+from lt_tiled.modules.cache import has_cache
 from lt_tiled.modules.patch import Order, Patch, is_of
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.blocks import batch
@@ -109,7 +110,7 @@ class SharedModel(Patch):
 
 def is_partial(call: Call) -> bool:
     """Whether a call continues a cached sequence, wants the logits of some tokens alone, or changes the masks."""
-    continues = call.arguments.get("past_key_values") is not None or call.arguments.get("is_causal") is not None
+    continues = has_cache(call.arguments) or call.arguments.get("is_causal") is not None
     some = call.arguments.get("logits_to_keep")
     return continues or isinstance(some, Tensor) or bool(some)
 

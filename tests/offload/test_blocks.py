@@ -213,8 +213,8 @@ def test_failed_steps_leave_nothing(
                 gc.collect()
                 held.append(meter.now)
                 assert prepared.offloader is None or (unused(prepared.offloader) and not prepared.offloader.waiting())
-            # A write that had begun holds its bytes until it ends, and fingerprints of other widths their signs.
-            assert within_limit(lambda: meter.now <= held[2] + 1024)
+            # A write that had begun holds its bytes until it ends. The last fingerprints take less than a step leaves.
+            assert within_limit(lambda: meter.now <= held[2] + 2**13)
         for handle in handles:
             handle.remove()
         assert all(torch.equal(a, b) for a, b in zip(step(), plain, strict=True))
