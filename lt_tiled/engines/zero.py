@@ -61,7 +61,7 @@ class LeafPatch(Patch):
         for weight in module.parameters() if self.hook is None else ():
             if weight.requires_grad:
                 weight.register_post_accumulate_grad_hook(self._refuse_late)
-        self.hook, self.token = args[0], None  # the engine of ``fit`` follows that of ``validate``
+        self.hook = args[0]  # the engine of ``fit`` follows that of ``validate``
         # The last one, so inside of what frees the weights.
         return module.register_forward_pre_hook(self._join, with_kwargs=True)
 
