@@ -35,6 +35,13 @@ def packed(x: Tensor) -> dict[str, Any]:
     return {"input_ids": x, "labels": x, "position_ids": positions, "use_cache": False}
 
 
+def packed_apart(x: Tensor) -> dict[str, Any]:
+    """Three documents in the first row, and one in the others."""
+    given = packed(x)
+    ones = torch.arange(x.shape[1]).expand(len(x) - 1, -1)
+    return given | {"position_ids": torch.cat([given["position_ids"][:1], ones])}
+
+
 def padded(left: bool, **more: Any) -> Callable[[Tensor], dict[str, Any]]:
     """Return what pads each row by another number of tokens."""
 
@@ -148,6 +155,7 @@ CASES = {
     "other ignore_index": Case(causal("llama"), lambda x: labeled(x) | {"ignore_index": 3}),
     "shifted labels": Case(causal("llama"), lambda x: labeled(x) | {"shift_labels": x.roll(-1, 1)}),
     "packed": Case(causal("llama"), packed, rows=1),
+    "packed apart": Case(causal("llama"), packed_apart),
     "padded left": Case(causal("llama"), padded(True)),
     "padded right": Case(causal("llama"), padded(False)),
     "window, packed": Case(causal("mistral", **WINDOW), packed, rows=1),
@@ -169,7 +177,7 @@ CASES = {
     "positions from the length": Case(causal("bart", **_BART), padded(True, **UNCACHED)),
     "bias of each head": Case(causal("falcon", head_dim=None, alibi=True), padded(False)),
     "hand-written": Case(hand_written(GPT)),
-    "hand-written, window": Case(hand_written(GPT), lambda x: labeled(x) | {"window": 5}),
+    "hand-written, window": Case(hand_written(GPT), lambda x: labeled(x) | {"window": torch.arange(5, 9).view(4, 1, 1)}),
     "hand-written, own attention": Case(hand_written(OwnAttention, True)),
     "named module": Case(hand_written(WithBody), half_ignored, (38, 19), targets="body"),
     "a block twice": Case(hand_written(Pooled, (0, 0, 1, 1, 2)), ids_alone),

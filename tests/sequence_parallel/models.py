@@ -76,7 +76,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(**heads) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(H), nn.Linear(H, VOCAB, bias=False)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, window: int | None = None) -> Any:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, window: Any = None) -> Any:
         places = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.embed(input_ids) + self.positions(places)
         distance = places[:, None] - places
