@@ -96,6 +96,8 @@ def test_budget(tmp_path: Path) -> None:
     assert os.fstat(disk._file).st_blocks * 512 >= 64 * 4096
     for pages in (1, 3, 2, 16, 1, 32, 5):
         places = [put(disk, DATA[: pages * 4096]) for _ in range(64 // pages)]  # in use while they are referred to
+        del places[0]
+        places.append(put(disk, DATA[: pages * 4096]))
         with pytest.raises(
             OffloadDiskFullError, match=r"share of disk_budget, 262144 bytes, has no room for \d+ bytes"
         ):

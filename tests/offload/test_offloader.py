@@ -134,10 +134,12 @@ def test_changed_in_place(make: Make, monkeypatch: pytest.MonkeyPatch, keep_last
     settle(offloader)
     stored.add_(1)
     assert torch.equal(offloader.unpack(first), expected)
+    assert torch.equal(offloader.unpack(offloader.pack(stored, "block")), stored)
     gate = hold_writes(offloader, monkeypatch)
     packed = offloader.pack(tensor.detach(), "layers.3")
     tensor.add_(1)
     gate.set()
+    assert keep_last or within_limit(packed.is_stored)
     with pytest.raises(OffloadError, match=r"changed in place after.*step 1, block layers.3, \[1000\] float32"):
         offloader.unpack(packed)
 
