@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import tile
-from lt_tiled.recompute.compare import EPS, FEW, ROWS, VERDICT, fingerprint, rows_that_differ
+from lt_tiled.recompute.compare import EPS, FEW, ROWS, VERDICT, Sample, fingerprint, rows_that_differ
 from tests.meters import LiveBytes
 from tests.models import GatedMLP, H
 from tests.parity import EXACT, Reordered, gradients, randn, reference, worst
@@ -127,6 +127,15 @@ def test_one_verdict() -> None:
     plain = nn.Sequential(GatedMLP(), GatedMLP(act=torch.sin), GatedMLP(act=torch.sin))
     plain.load_state_dict(model.state_dict())
     assert worst(gradients(model, x), reference(plain, x)) < EXACT
+
+
+def test_each_sample_has_its_own_unit() -> None:
+    """What is rounding in a 16-bit block is a change in one of float32, in the same verdict."""
+    before = torch.ones(64)
+    samples = [Sample(str(dtype), "", EPS[dtype], before, before * 1.01) for dtype in (torch.bfloat16, torch.float32)]
+    for order in (samples, samples[::-1]):
+        with pytest.raises(RuntimeError, match=r"The recompute of torch.float32 computes"):
+            VERDICT.read(list(order))
 
 
 def test_a_backward_pass_inside_another() -> None:

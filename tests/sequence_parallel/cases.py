@@ -177,7 +177,9 @@ CASES = {
     "positions from the length": Case(causal("bart", **_BART), padded(True, **UNCACHED)),
     "bias of each head": Case(causal("falcon", head_dim=None, alibi=True), padded(False)),
     "hand-written": Case(hand_written(GPT)),
-    "hand-written, window": Case(hand_written(GPT), lambda x: labeled(x) | {"window": torch.arange(5, 9).view(4, 1, 1)}),
+    "hand-written, window": Case(
+        hand_written(GPT), lambda x: labeled(x) | {"window": torch.arange(5, 9).view(4, 1, 1)}
+    ),
     "hand-written, own attention": Case(hand_written(OwnAttention, True)),
     "named module": Case(hand_written(WithBody), half_ignored, (38, 19), targets="body"),
     "a block twice": Case(hand_written(Pooled, (0, 0, 1, 1, 2)), ids_alone),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -21,7 +22,9 @@ from lt_tiled import (
     TiledSingleDeviceStrategy,
     Tiling,
 )
-from tests.lit import LitTiny, replaced, trainer
+from lt_tiled.callbacks import Tiled
+from tests.lit import Ids, LitTiny, replaced, trainer
+from tests.models import loss_of
 from tests.parity import near
 
 
@@ -179,3 +182,40 @@ def test_defaults_are_those_of_the_parent(strategy: type) -> None:
     for name, value in vars(parent(**arguments)).items():
         if isinstance(value, bool | int | float | str | dict | timedelta | None):
             assert settings[name] == value, name
+
+
+@pytest.mark.parametrize("by", ["trainer", "callback", "fabric"])
+def test_memory_of_the_offloader(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank takes its share of a node's budget, and its free buffers are freed before a state dict is made."""
+    monkeypatch.setattr("lt_tiled.offload.offloader.MIN_BYTES", 0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # an engine's own number goes first
+    policy = ActivationCheckpointing(offload="cpu", cpu_budget="1GiB", keep_last=0)
+    strategy: Any = lt_tiled.fabric.TiledSingleDeviceStrategy() if by == "fabric" else TiledSingleDeviceStrategy()
+    applies = Tiled() if by == "callback" else strategy
+    applies.activation_checkpointing = policy
+    model = LitTiny()
+    free: list[int] = []
+
+    def count(*_: Any) -> None:
+        memory = applies.prepared[0].offloader.cpu
+        assert memory.budget == 2**30
+        free.append(sum(map(len, memory._free.values())))
+
+    model.register_state_dict_pre_hook(count)
+    if by == "fabric":
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        model.configure_model()
+        wrapped = fabric.setup_module(model.net)
+        fabric.backward(loss_of(wrapped, Ids()[0][None], False))
+        count()
+        model.net.register_state_dict_pre_hook(count)
+        fabric.save("model.ckpt", {"model": wrapped})
+        strategy.release()
+    else:
+        options = {"callbacks": [applies]} if by == "callback" else {}
+        run = trainer("auto" if by == "callback" else strategy, **options)
+        model.on_train_batch_end = count
+        model.on_train_end = lambda: run.save_checkpoint("model.ckpt")
+        run.fit(model)
+    assert free[0] > 0
+    assert free[-1] == 0

@@ -246,7 +246,7 @@ def test_another_kind_of_call_is_checked_by_itself(name: str) -> None:
     code, change, flags, lead = AGAIN[name]
     module = Coded(code, act=nn.SiLU())
     module.act.eval()
-    tile(module, num_shards=4)(randn(1, 40, H))
+    tile(module, num_shards=4)(randn(1, 40, H), **dict.fromkeys(flags, False))
     change(module)
     with pytest.raises(NotPositionWiseError, match=NOT):
         module(randn(*lead, H), **flags)
