@@ -142,11 +142,10 @@ def test_memory_is_flat_in_the_number_of_blocks() -> None:
                 x.grad = None
         return meter.peak
 
-    keep_last, in_flight, prefetched = 1, 2, 1
-    one = peak(1)
+    kept_in_flight_and_prefetched, one = 1 + 2 + 1, peak(1)
     for count in (8, 16):
         fingerprints = 5 * 4 * 1024 * count
-        assert peak(count) - one <= (keep_last + in_flight + prefetched) * x.nbytes + fingerprints
+        assert peak(count) - one <= kept_in_flight_and_prefetched * x.nbytes + fingerprints
 
 
 def gradients_of_any_graphs(model: nn.Sequential, x: Tensor) -> list[Tensor]:
@@ -178,9 +177,7 @@ def test_graphs_of_any_use() -> None:
 
 @pytest.mark.parametrize("keep", [None, "attention"])
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
-@pytest.mark.parametrize(
-    ("kind", "fails_at"), [(ArithmeticError, 3), (ArithmeticError, 6), (KeyboardInterrupt, 6)], ids=str
-)
+@pytest.mark.parametrize(("kind", "fails_at"), [(ArithmeticError, 3), (ArithmeticError, 6), (KeyboardInterrupt, 6)])
 def test_failed_steps_leave_nothing(
     keep: Any, offload: Any, kind: type[BaseException], fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,11 +223,9 @@ def test_full_disk_before_training(tmp_path: Path) -> None:
     """
     model, before = TinyLM(), os.listdir("/proc/self/fd")
     message = r"cannot create a file of at least 1\.00 GiB in .*: No space left"
+    checkpointing = policy(offload="disk", disk_budget="1GiB", directory=str(tmp_path))
     with nth_call("posix_fallocate", 1, fail(errno.ENOSPC)), pytest.raises(OffloadDiskFullError, match=message):
-        prepare(
-            model,
-            activation_checkpointing=policy(offload="disk", disk_budget="1GiB", directory=str(tmp_path)),
-        )
+        prepare(model, activation_checkpointing=checkpointing)
     assert not any("forward" in m.__dict__ for m in model.modules())
     assert os.listdir("/proc/self/fd") == before
     assert list(tmp_path.iterdir()) == []
@@ -250,25 +245,23 @@ def test_release_gives_disk_and_descriptors_back(tmp_path: Path, monkeypatch: py
     assert threading.active_count() == threads
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"offload": "nvme"}, "offload='nvme' must be one of None, 'cpu', 'disk', 'cpu\\+disk'"),
-        ({"cpu_budget": "1GiB"}, "has no effect with offload=None: set offload='cpu' or 'cpu\\+disk'"),
-        ({"offload": "cpu", "directory": "/x"}, "directory='/x' has no effect with offload='cpu'"),
-        ({"offload": "cpu", "cpu_budget": "much"}, "cpu_budget='much' is not a number of bytes"),
-        ({"offload": "disk", "disk_budget": 0}, "disk_budget=0 must be at least one byte"),
-        ({"prefetch": 0}, "prefetch=0 must be an integer of at least 1"),
-        ({"keep_last": -1}, "keep_last=-1 must be an integer of at least 0"),
-    ],
-)
-def test_bad_fields(fields: dict[str, Any], message: str) -> None:
-    """Values out of bounds, and settings of a tier that is not used, raise when the policy is created."""
-    with pytest.raises(ValueError, match=message):
-        policy(**fields)
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"offload": "nvme"}, "offload='nvme' must be one of None, 'cpu', 'disk', 'cpu\\+disk'"),
+    ({"cpu_budget": "1GiB"}, "has no effect with offload=None: set offload='cpu' or 'cpu\\+disk'"),
+    ({"offload": "cpu", "directory": "/x"}, "directory='/x' has no effect with offload='cpu'"),
+    ({"offload": "cpu", "cpu_budget": "much"}, "cpu_budget='much' is not a number of bytes"),
+    ({"offload": "disk", "disk_budget": 0}, "disk_budget=0 must be at least one byte"),
+    ({"prefetch": 0}, "prefetch=0 must be an integer of at least 1"),
+    ({"keep_last": -1}, "keep_last=-1 must be an integer of at least 0"),
+]
 
 
-def test_bytes() -> None:
-    """Budgets are numbers of bytes, or texts with binary or decimal units."""
+def test_fields() -> None:
+    """Values out of bounds, and settings of a tier that is not used, raise when the policy is created. Budgets are
+    numbers of bytes, or texts with binary or decimal units.
+    """
+    for fields, message in BAD:
+        with pytest.raises(ValueError, match=message):
+            policy(**fields)
     texts = {"32GiB": 32 * 2**30, "500 GB": 5 * 10**11, "1.5kib": 1536, 7: 7, "12b": 12, "3M": 3 * 10**6}
     assert {text: parse_bytes(text, "cpu_budget") for text in texts} == texts

@@ -44,9 +44,7 @@ NO_SPACE = "No space left on device: set another directory, lower disk_budget, o
         ("preadv", nothing, OffloadError, "cannot read .*: a short read, 4096 bytes are left"),
     ],
 )
-def test_each_failing_call(
-    function: str, fault: object, kind: type[OffloadError], message: str, tmp_path: Path
-) -> None:
+def test_each_failing_call(function: str, fault: Any, kind: type[OffloadError], message: str, tmp_path: Path) -> None:
     """Whichever call fails, the error names the remedy, step, block, shape and place, also in another process."""
     errors: list[OffloadError] = []
     for _ in each_call(function, fault):

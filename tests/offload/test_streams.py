@@ -132,6 +132,10 @@ class LazyGPU:
             if any(used is memory for used, _ in stream.pending):
                 self.errors.append("memory is freed while a stream uses it")
 
+    def finish(self) -> None:
+        for stream in self.streams:
+            stream.run_until(stream.launched)
+
     def holds(self, tensor: Tensor) -> bool:
         return storage_key(tensor) in self.memories
 
@@ -142,6 +146,12 @@ class LazyGPU:
         """Launch a kernel that is given the bytes of a tensor."""
         memory = self.memories[storage_key(tensor)]
         self.current.launch(memory, partial(kernel, memory.data))
+
+    def pack(self, offloader: Any, number: int) -> Any:
+        """Save a tensor that is filled with a number, and forget it."""
+        tensor = self.allocate(8000).view(torch.float32)
+        self.run(tensor, lambda data: data.view(torch.float32).fill_(number))
+        return offloader.pack(tensor, "block")
 
     def expect(self, number: int, data: Tensor) -> None:
         if set(data.view(torch.float32).tolist()) != {float(number)}:
@@ -185,10 +195,7 @@ def errors(fields: dict[str, Any], eager: bool) -> list[str]:
             packed: list[Any] = []
             for number in range(8):
                 with gpu.on(streams[number % 2]):
-                    tensor = gpu.allocate(8000).view(torch.float32)
-                    gpu.run(tensor, lambda data, number=number: data.view(torch.float32).fill_(number))
-                    packed.append(offloader.pack(tensor, "block"))
-                    del tensor
+                    packed.append(gpu.pack(offloader, number))
             if used:
                 settle(offloader)
             for number in range(7, 7 - used, -1):
@@ -199,8 +206,7 @@ def errors(fields: dict[str, Any], eager: bool) -> list[str]:
             packed.clear()
         settle(offloader)
         offloader.close()
-        for stream in gpu.streams:
-            stream.run_until(stream.launched)
+        gpu.finish()
     return gpu.errors
 
 
@@ -231,22 +237,15 @@ def test_loaded_ahead_while_a_store_waits(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(offloader_module, "MIN_BYTES", 0)
     gpu = LazyGPU(eager=False)
     policy = ActivationCheckpointing(offload="cpu", cpu_budget=4 * 8192, keep_last=0, prefetch=2)
-
-    def pack(number: int) -> Any:
-        tensor = gpu.allocate(8000).view(torch.float32)
-        gpu.run(tensor, lambda data: data.view(torch.float32).fill_(number))
-        return offloader.pack(tensor, "block")
-
     with gpu.in_place_of_cuda():
         offloader = build_offloader(policy)
-        packed = [pack(number) for number in range(4)]
+        packed = [gpu.pack(offloader, number) for number in range(4)]
         settle(offloader)
         tensor = offloader.unpack(packed.pop())  # which begins to load two ahead
-        more = [pack(number) for number in (9, 10, 11)]
+        more = [gpu.pack(offloader, number) for number in (9, 10, 11)]
         tensor = offloader.unpack(packed.pop())
         gpu.run(tensor, partial(gpu.expect, 2))
         more.clear()
         offloader.close()
-        for stream in gpu.streams:
-            stream.run_until(stream.launched)
+        gpu.finish()
     assert gpu.errors == []
