@@ -10,23 +10,16 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tests.models import TinyLM, loss_of
 from tests.second_device import NAME
 
 
-class Ids(Dataset[Tensor]):
+def sequences(count: int = 8, tokens: int = 24) -> list[Tensor]:
     """Sequences of which each is determined by its index."""
-
-    def __init__(self, count: int = 8, tokens: int = 24) -> None:
-        self.count, self.tokens = count, tokens
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.randint(32, (self.tokens,), generator=torch.Generator().manual_seed(index))
+    generators = [torch.Generator().manual_seed(index) for index in range(count)]
+    return [torch.randint(32, (tokens,), generator=generator) for generator in generators]
 
 
 class Tiny:
@@ -69,13 +62,12 @@ class Tiny:
         return torch.optim.SGD(self.trainer.model.parameters(), 1.0, momentum=0.9)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Ids(), batch_size=2)
+        return DataLoader(sequences(), batch_size=2)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Ids(4), batch_size=2)
+        return DataLoader(sequences(4), batch_size=2)
 
-    def predict_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Ids(4), batch_size=2)
+    predict_dataloader = val_dataloader
 
 
 class LitTiny(Tiny, pl.LightningModule):
@@ -109,12 +101,7 @@ def replaced(model: torch.nn.Module) -> int:
 
 def trainer(strategy: Any, kind: type[Any] = pl.Trainer, **kwargs: Any) -> Any:
     """A quiet Trainer on the CPU for three steps."""
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
+    quiet = dict.fromkeys(["logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"], False)
     return kind(**({"accelerator": "cpu", "devices": 1, "max_steps": 3, "strategy": strategy} | quiet | kwargs))
 
 

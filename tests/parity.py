@@ -114,18 +114,10 @@ def less_accurate(
     ``dtype`` is what both steps compute in. The untiled error counts as at least the dtype's epsilon, or ``eps``: the
     untiled loss may be exact by accident. It must not exceed the square root, or float64 computes another function.
     """
-    return more_than(errors(found, true), errors(untiled, true), dtype, eps)
-
-
-def more_than(
-    found: dict[str, float], untiled: dict[str, float], dtype: torch.dtype = torch.float32, eps: float = 0.0
-) -> dict[str, tuple[float, float]]:
-    """Return what ``less_accurate`` does, from errors instead of values."""
-    assert found.keys() == untiled.keys()
-    rounding = eps or torch.finfo(dtype).eps
-    assert max(untiled.values()) <= rounding**0.5, untiled
-    allowed = {name: TIMES * max(error, rounding) for name, error in untiled.items()}
-    return {name: (error, untiled[name]) for name, error in found.items() if not error <= allowed[name]}
+    rounding, plain = eps or torch.finfo(dtype).eps, errors(untiled, true)
+    assert max(plain.values()) <= rounding**0.5, plain
+    allowed = {name: TIMES * max(error, rounding) for name, error in plain.items()}
+    return {name: (error, plain[name]) for name, error in errors(found, true).items() if not error <= allowed[name]}
 
 
 class Reordered(TorchFunctionMode):
@@ -152,7 +144,7 @@ A defect is larger: if one of four tiles adds 1 % too little to the gradients, t
 """
 
 
-def momentum(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(parameters: Any) -> torch.optim.Optimizer:
     """Return the optimizer of most of the tests' runs."""
     return torch.optim.SGD(parameters, 1.0, momentum=0.9)
 
@@ -198,7 +190,7 @@ def _spread(
 def rounding(
     steps: int = 3,
     build: Callable[[], nn.Module] = TinyLM,
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = momentum,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd,
 ) -> float:
     """Return the relative difference that rounding may cause in float32 after some optimizer steps.
 

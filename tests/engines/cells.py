@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lt_tiled
 from lt_tiled import ActivationCheckpointing
 from tests.models import Block, lm_loss
+from tests.parity import sgd
 
 ENGINES = ("ddp", "fsdp", "fsdp_flat", "fsdp2", "zero1", "zero2", "zero3")
 
@@ -57,10 +58,6 @@ def launch(chosen: Any, **options: Any) -> Fabric:
     fabric.launch()
     torch.manual_seed(0)
     return fabric
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 1.0, momentum=0.9)
 
 
 def set_up(

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_tiled import prepare
-from tests.engines.cells import sgd
 from tests.engines.kinds import KINDS
 from tests.engines.test_matrix import TILED, Losses, in_plain_loop, in_trainer, train
+from tests.parity import sgd
 
 
 def plain(engine: str) -> Losses:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lt_tiled.lm import CausalLM
 from lt_tiled.verification.steps import full_weights
 from tests.engines.conftest import OnRanks
-from tests.lit import Ids, trainer
+from tests.lit import sequences, trainer
 from tests.models import tiny_llama
 from tests.world import World
 
@@ -39,7 +39,7 @@ class Watched(CausalLM):
 def causal(_: str, name: str, **source: Any) -> tuple[dict[str, Tensor], list[tuple[int, float]]]:
     pl.seed_everything(1, verbose=False)
     model = Watched(**source)
-    loader = DataLoader([{"input_ids": Ids()[index]} for index in range(4)])  # type: ignore[arg-type]
+    loader = DataLoader([{"input_ids": x} for x in sequences(4)])  # type: ignore[arg-type]
     trainer(name, devices=dist.get_world_size(), max_steps=1).fit(model, loader)
     return model.weights, model.groups
 

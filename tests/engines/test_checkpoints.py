@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import lt_tiled
 from tests.engines.cells import draw, error_of, launch, policies, set_up, strategy, train
 from tests.engines.conftest import OnRanks
-from tests.lit import Ids, LitTiny, trainer
+from tests.lit import LitTiny, sequences, trainer
 from tests.models import TinyLM, lm_loss
 from tests.parity import near
 from tests.world import World
@@ -61,7 +61,7 @@ class Steps(LitTiny):
         return adamw([{"params": weights[3:]}, {"params": weights[:3]}] if self.reordered else weights)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Ids(16), batch_size=2)
+        return DataLoader(sequences(16), batch_size=2)
 
     def training_step(self, ids: Tensor, index: int) -> Tensor:
         return super().training_step(draw((2, 20 + index), self.global_rank), index)
@@ -103,7 +103,7 @@ def validate_plain(state: dict[str, Tensor], rank: int) -> list[float]:
     """The loss of the plain model, which has these weights and no others, on the batch that a rank validated."""
     model = TinyLM()
     model.load_state_dict({name.removeprefix("net."): weight for name, weight in state.items()}, strict=True)
-    ids = torch.stack([Ids(4)[rank], Ids(4)[rank + 2]])
+    ids = torch.stack([sequences()[rank], sequences()[rank + 2]])
     return [float(lm_loss(model(ids), ids).detach())]
 
 

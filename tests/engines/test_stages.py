@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 
 import lt_tiled
 from lt_tiled import tiled_linear_cross_entropy
-from tests.engines.cells import error_of, launch, sgd, step_on, strategy
+from tests.engines.cells import error_of, launch, step_on, strategy
 from tests.engines.conftest import OnRanks
-from tests.lit import Ids, LitTiny, replaced, trainer
+from tests.lit import LitTiny, replaced, sequences, trainer
 from tests.models import TinyLM, lm_loss
-from tests.parity import near
+from tests.parity import near, sgd
 from tests.world import World
 
 
@@ -60,7 +60,8 @@ class HoldsWeights(LitTiny):
         return self.head(self.forward(ids))
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Ids(12), batch_size=2)  # after a single batch, DeepSpeed's next engine dies without tiles too
+        # After a single batch, DeepSpeed's next engine dies without tiles too.
+        return DataLoader(sequences(12), batch_size=2)
 
 
 def all_stages(engine: str, tiled: bool) -> tuple[Any, ...]:
@@ -99,8 +100,8 @@ def steps(engine: str) -> list[float]:
     """Three steps in Fabric by the step of a LightningModule, then a validation."""
     fabric, module = launch(engine, tiling=4), HoldsWeights()
     model, optimizer = fabric.setup(module, sgd(module.parameters()))
-    losses = [step_on(fabric, optimizer, model.training_step(Ids()[index][None], index)) for index in range(3)]
-    model.validation_step(Ids()[3][None], 0)
+    losses = [step_on(fabric, optimizer, model.training_step(sequences()[index][None], index)) for index in range(3)]
+    model.validation_step(sequences()[3][None], 0)
     fabric.strategy.release()
     return losses + module.val_losses
 

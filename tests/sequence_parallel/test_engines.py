@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, SequenceParallel, Tiling
 from lt_tiled.lm import CausalLM, TextFiles
-from tests.engines.cells import ENGINES, error_of, launch, set_up, sgd, step_on, strategy
+from tests.engines.cells import ENGINES, error_of, launch, set_up, step_on, strategy
 from tests.lit import trainer
-from tests.parity import SPREADS, Reordered, near, rounding
+from tests.parity import SPREADS, Reordered, near, rounding, sgd
 from tests.sequence_parallel.cases import CASES
 from tests.sequence_parallel.models import ids
 from tests.world import World, world_of

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import lt_tiled
-from tests.lit import Ids, Tiny, replaced, trainer
+from tests.lit import Tiny, replaced, sequences, trainer
 
 pytorch_lightning = pytest.importorskip("pytorch_lightning")
 
@@ -36,7 +36,7 @@ class IdsModule(pytorch_lightning.LightningDataModule):
         self.seq_len = 8
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Ids(tokens=self.seq_len), batch_size=2)
+        return DataLoader(sequences(tokens=self.seq_len), batch_size=2)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return (batch + 1) % 32
@@ -103,7 +103,7 @@ def test_verify() -> None:
     """``lt_tiled.verify`` compares the ``training_step`` of a module of ``pytorch_lightning``."""
     model = LitTiny()
     model.configure_model()
-    batch = torch.stack([Ids()[0], Ids()[1]])
+    batch = torch.stack(sequences(2))
     result = lt_tiled.verify(model, batch, strategy=lt_tiled.TiledSingleDeviceStrategy(tiling=4))
     assert result.passed
     assert set(result.tiles.values()) == {4}
