@@ -58,7 +58,11 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
         found = [tileable for tileable in found if tileable.module in outer]
     if "auto" in wanted:
         found += find_norms(model, found)
-    return found
+    # 3. What several blocks share is tiled once.
+    once: dict[tuple[nn.Module, str], Tileable] = {}
+    for tileable in found:
+        once.setdefault((tileable.module, tileable.method), tileable)
+    return list(once.values())
 
 
 def find_methods(model: nn.Module, target: str) -> list[Tileable]:

@@ -170,3 +170,18 @@ def test_replaced_forwards_are_kept(when: str) -> None:
     calls.clear()
     model(IDS)
     assert set(calls) == {48}
+
+
+@pytest.mark.parametrize("targets", ["auto", "GatedMLP", "*.mlp"])
+def test_what_blocks_share(targets: str) -> None:
+    """An MLP and a norm of several blocks are tiled once, and released."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ModuleList([Block(), Block(), Block()]), nn.Linear(H, H)).double()
+    blocks: Any = model[0]
+    blocks[2].mlp = blocks[0].mlp
+    blocks[2].norm2 = blocks[0].norm2
+    stack = nn.Sequential(*blocks)
+    expected = gradients(stack, x64())
+    with prepare(model, tiling=Tiling(4, targets=targets)):
+        assert worst(gradients(stack, x64()), expected) < 1e-9
+    assert worst(gradients(stack, x64()), expected) == 0
