@@ -16,7 +16,7 @@ import lt_tiled
 from tests.models import AttachedLoss, H
 from tests.sequence_parallel.cases import DYNAMIC, LONGROPE, SWITCH, Case, ids_alone, labeled, llama, no_labels
 from tests.sequence_parallel.hybrids import causal
-from tests.sequence_parallel.models import VOCAB, Between, Coded, OwnAttention, Pooled, hand_written, ids
+from tests.sequence_parallel.models import GPT, VOCAB, Between, Coded, OwnAttention, Pooled, hand_written, ids
 from tests.sequence_parallel.runs import shared
 from tests.world import World
 
@@ -194,3 +194,36 @@ def refused_above(name: str, labels: bool) -> list[bool]:
 def test_longer_than_the_configuration_names(name: str, labels: bool, world: World) -> None:
     """The self-check runs again as soon as a batch is longer than a window or an original length of positions."""
     assert world(refused_above, name, labels) == [[False, False, True]] * 2
+
+
+def after_an_error() -> tuple[float, float]:
+    """What a block counts in a buffer in one call, and the difference that a call makes that failed before."""
+    model, x = GPT(), ids(2, 36)
+    mlp = model.blocks[0].mlp
+    mlp.register_buffer("calls", torch.zeros(()))
+    act = mlp.act
+
+    def fails(x: Tensor) -> Tensor:
+        raise ArithmeticError
+
+    def counts(x: Tensor) -> Tensor:
+        mlp.calls += 1
+        return act(x)
+
+    with torch.no_grad():
+        plain = model(x)
+        mlp.act = counts
+        with lt_tiled.prepare(model, sequence_parallel=2):
+            model(x)
+            mlp.act = fails
+            with pytest.raises(ArithmeticError):
+                model(x)
+            mlp.act = act
+            return float(mlp.calls), float((model(x) - plain).abs().max())
+
+
+def test_what_a_check_and_an_error_leave(world: World) -> None:
+    """The self-check leaves buffers as they were, and a call that fails no shared pass."""
+    for calls, error in world(after_an_error):
+        assert calls == 1
+        assert error < 1e-5
