@@ -139,7 +139,7 @@ def test_several_backward_passes_in_a_step(caplog: pytest.LogCaptureFixture) -> 
     """Under FSDP2 a module that shards its networks may run several backward passes in a step; another is told to."""
     for shards in (True, False):
         run = trainer(strategy(lt_tiled, "fsdp2"), limit_val_batches=0)
-        kind, _ = error_of(lambda run=run, shards=shards: run.fit(TwoNetworks(shards)))
-        assert not shards or kind == ""
+        kind, message = error_of(lambda run=run, shards=shards: run.fit(TwoNetworks(shards)))
+        assert not shards or kind == "", message
         said = "for several in a step, call fully_shard on each network in configure_model"
         assert (said in caplog.text) is not shards
