@@ -118,17 +118,17 @@ class TwoNetworks(LitTiny):
         super().__init__()
         self.automatic_optimization = False
         self.shards = shards
-        self.first, self.second = TinyLM(), TinyLM()
+        self.one, self.other = TinyLM(), TinyLM()
 
     def configure_model(self) -> None:
-        for network in (self.first, self.second) if self.shards else ():
+        for network in (self.one, self.other) if self.shards else ():
             fully_shard(network, mesh=self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [torch.optim.SGD(network.parameters(), 0.1) for network in (self.first, self.second)]
+        return [torch.optim.SGD(network.parameters(), 0.1) for network in (self.one, self.other)]
 
     def training_step(self, ids: Tensor, index: int) -> None:  # type: ignore[override]
-        for network, optimizer in zip((self.first, self.second), self.optimizers(), strict=True):
+        for network, optimizer in zip((self.one, self.other), self.optimizers(), strict=True):
             optimizer.zero_grad()
             self.manual_backward(lm_loss(network(ids), ids))
             optimizer.step()
