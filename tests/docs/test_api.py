@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pydoc import locate
 
 import lt_tiled
 from tests.docs.documents import ROOT
@@ -17,3 +18,9 @@ def test_every_public_name_is_on_a_page() -> None:
     for module in (lt_tiled.callbacks, lt_tiled.fabric):
         names |= {f"{module.__name__}.{name}" for name in module.__all__}
     assert names <= DOCUMENTED
+
+
+def test_every_documented_name_is_there() -> None:
+    """Each name on a page of the API can be imported."""
+    for name in sorted(DOCUMENTED):
+        assert locate(name) is not None, name
