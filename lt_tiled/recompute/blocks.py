@@ -54,16 +54,15 @@ class BlockOffload:
         """Return hooks that offload the hidden states among the inputs of a call."""
         # Sparse, nested and quantized tensors stay where they are.
         floating = [t for t in tensors if movable(t) and t.is_floating_point() and t.dim() > 1]
+        # A separate residual stream has the same shape and is also used by one block only.
+        hidden = [t for t in floating if t is floating[0] or (t.shape == floating[0].shape and t.requires_grad)]
         # A tensor without a grad_fn may be a view of a weight (detached, transposed).
         weights: set[int | None] = set()
-        if any(t.grad_fn is None for t in floating):
+        if any(t.grad_fn is None for t in hidden):
             weights.update(storage_key(p) for p in self.model.parameters())
         views: list[Any] = []  # the hooks get new Python objects
-        for tensor in floating:
-            # A separate residual stream has the same shape and is also used by one block only.
-            is_hidden = tensor is floating[0] or (tensor.shape == floating[0].shape and tensor.requires_grad)
-            is_weight = isinstance(tensor._base, nn.Parameter) or storage_key(tensor) in weights
-            if is_hidden and not is_weight:
+        for tensor in hidden:
+            if not isinstance(tensor._base, nn.Parameter) and storage_key(tensor) not in weights:
                 views.append(view_key(tensor))
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
