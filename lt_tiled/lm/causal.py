@@ -111,8 +111,9 @@ class CausalLM(LightningModule):
         else:
             options = {"local_files_only": True, "trust_remote_code": self.hparams["trust_remote_code"]}
             config = AutoConfig.from_pretrained(self.hparams["path"], **options, **fields)
+        default = type(config)()
         for key in fields:  # transformers accepts unknown ones
-            if hasattr(config, key) and not hasattr(type(config)(), key):
+            if hasattr(config, key) and not hasattr(default, key):
                 message = f"config: {type(config).__name__} has no key {key!r}: the model may ignore it."
                 warn(message, once=message)
         return config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from glob import glob
 from itertools import islice
 from pathlib import Path
@@ -63,7 +64,7 @@ class TextFiles(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Cut the text into ``[sequences, seq_len]`` for each of the three parts, alike on every rank."""
-        tokens = self._tokenize(read_text(self.hparams["paths"]))
+        tokens = self._tokens
         count = len(tokens) // self.seq_len
         held_out = max(1, round(count * self.hparams["held_out"]))
         if count <= 2 * held_out:
@@ -75,7 +76,9 @@ class TextFiles(LightningDataModule):
         training, validation, testing = sequences.split([count - 2 * held_out, held_out, held_out])
         self._parts = {"train": training, "val": validation, "test": testing}
 
-    def _tokenize(self, text: bytes) -> Tensor:
+    @cached_property
+    def _tokens(self) -> Tensor:  # [T], read once: each stage cuts them again
+        text = read_text(self.hparams["paths"])
         if self.tokenizer is None:
             return torch.from_numpy(np.frombuffer(bytearray(text), np.uint8))
         from transformers import AutoTokenizer
