@@ -16,7 +16,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,21 +64,24 @@ class BlockFingerprints:
 
     def take(self, place: Any, tensor: Any) -> None:
         """Take a fingerprint, if this is a tensor that has values."""
-        if isinstance(tensor, Tensor) and _has_values(tensor):
-            self.taken[place] = fingerprint(_plain(tensor), ROWS)
+        if isinstance(tensor, Tensor) and (values := _values_of(tensor)) is not None:
+            self.taken[place] = fingerprint(values, ROWS)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
     def compare(self, place: Any, tensor: Any) -> None:
         """Compare what the recompute has at this place, if the forward pass looked at it."""
         before = self.taken.get(place)
-        is_tensor = isinstance(tensor, Tensor)
-        if before is None or not is_backward() or (is_tensor and not _has_values(tensor)):
+        if before is None or not is_backward():
             return
         now = before.new_empty(0)
         eps = 0.0  # for indices and flags
-        if is_tensor:
-            now = fingerprint(_plain(tensor), ROWS)
-            eps = self.eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
+        if isinstance(tensor, Tensor):
+            values = _values_of(tensor)
+            if values is None:
+                return
+            now = fingerprint(values, ROWS)
+            if tensor.is_floating_point() or tensor.is_complex():
+                eps = self.eps
         VERDICT.add(Sample(self.name, "name other blocks in ActivationCheckpointing", eps, before, now, self.raises))
 
 
@@ -146,6 +149,7 @@ class _Saved(NamedTuple):
     of: BlockFingerprints
 
     def __ne__(self, recomputed: object) -> bool:
+        """Compare the values at the end of the backward pass: only another shape or dtype raises now."""
         assert isinstance(recomputed, Tensor)
         if recomputed.shape != self.shape or recomputed.dtype != self.dtype:
             difference = f"{_describe(recomputed)}, not {_describe(self)}"
@@ -158,19 +162,14 @@ def _describe(tensor: Tensor | _Saved) -> str:
     return f"{list(tensor.shape)} {tensor.dtype}"
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Return what holds the values of a tensor: the part on this rank, or the values of a nested one."""
+def _values_of(tensor: Tensor) -> Tensor | None:
+    """Return the values of a tensor on this rank, or ``None`` if it is empty, sparse, simulated, or was released."""
     plain: Any = tensor
     while is_traceable_wrapper_subclass(plain):
         names, _ = plain.__tensor_flatten__()
         plain = getattr(plain, names[0])
-    return cast("Tensor", plain)
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """Return False for an empty, sparse or simulated tensor, and for a weight that its engine has released."""
-    plain = _plain(tensor)
-    return is_real(plain) and plain.layout is torch.strided and plain.untyped_storage().nbytes() > 0
+    has_values = is_real(plain) and plain.layout is torch.strided and plain.untyped_storage().nbytes() > 0
+    return plain if has_values else None
 
 
 def _metadata(tensor: Tensor) -> Any:
