@@ -54,7 +54,7 @@ class Order(IntEnum):
     POSITIONS = auto()  # masks and rotary tables of shared sequences are those of all tokens
     CHECKPOINT = auto()  # a block is recomputed in the backward pass, with all that follows
     BLOCK = auto()  # a block whose sequence ranks share, in its recompute as well
-    CALLER = auto()  # a model notes whether its caller wants a loss or a key-value cache
+    CALLER = auto()  # a model notes whether its caller wants a loss
     PARENT = auto()  # what is pending inside of a block is computed before the block returns
     HEAD = auto()  # a head defers its logits
     TILE = auto()  # a module runs in tiles, alone or in those of the module next to it

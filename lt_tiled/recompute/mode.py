@@ -145,9 +145,6 @@ def _copied(buffers: Values) -> Values:
     return values
 
 
-# Variables of other packages
-
-
 carried: list[ContextVar[Any]] = []
 """The variables that a recompute finds as its forward pass found them. Other packages add theirs.
 
