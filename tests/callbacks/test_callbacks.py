@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
@@ -16,28 +15,6 @@ from lt_tiled.callbacks import MemoryMonitor, Tiled
 from tests.lit import LitTiny, logged, replaced, trainer
 from tests.models import TinyLM, lm_loss
 from tests.parity import near
-
-
-def test_losses_are_the_same_and_it_is_undone() -> None:
-    """Under a stock strategy the callback tiles fit, validate and predict, leaves losses as they are, and the model
-    plain each time, also after an exception.
-    """
-    plain, model = LitTiny(), LitTiny()
-    trainer("auto").fit(plain)
-    callback = Tiled(4, None)
-    run = trainer("auto", callbacks=[callback])
-    run.fit(model)
-    assert model.losses == near(plain.losses)
-    assert model.val_losses == near(plain.val_losses)
-    assert model.forwards_replaced == {6}
-    assert replaced(model) == 0
-    run.validate(model, verbose=False)
-    run.predict(model)
-    assert replaced(model) == 0
-    model.steps_fail_at = 1
-    with pytest.raises(ArithmeticError, match="the step failed"):
-        trainer("auto", callbacks=[Tiled(4, None)]).fit(model)
-    assert replaced(model) == 0
 
 
 def test_offload_and_figures_of_each_step(tmp_path: Path) -> None:

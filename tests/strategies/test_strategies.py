@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.accelerators import CPUAccelerator as FabricCPUAccelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -31,16 +33,31 @@ def tiled(**kwargs: Any) -> TiledSingleDeviceStrategy:
     return TiledSingleDeviceStrategy(**{"tiling": 4, "activation_checkpointing": True, **kwargs})
 
 
-def test_losses_are_the_stock_strategys() -> None:
-    """Training and validation losses are those of the stock strategy; every module is marked in each step and plain
-    after the run.
+@pytest.mark.parametrize("by", ["strategy", "callback"])
+def test_all_stages(by: str) -> None:
+    """Our strategy, and the callback beside a stock one, serve fit, validate and predict. Losses and predictions are
+    those of the stock strategy. Modules are marked in each step, and plain after each stage and after an exception.
     """
-    plain, model = LitTiny(), LitTiny()
+
+    def run_of() -> Any:
+        return trainer(tiled()) if by == "strategy" else trainer("auto", callbacks=[Tiled(4, True)])
+
+    plain, model, run = LitTiny(), LitTiny(), run_of()
     trainer("auto").fit(plain)
-    trainer(tiled()).fit(model)
+    run.fit(model)
     assert model.losses == near(plain.losses)
     assert model.val_losses == near(plain.val_losses)
     assert model.forwards_replaced == {6}
+    assert replaced(model) == 0
+    run.validate(model, verbose=False)
+    assert replaced(model) == 0
+    predictions = run.predict(model)
+    assert replaced(model) == 0
+    expected = trainer("auto").predict(model)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(predictions, expected, strict=True))
+    model.steps_fail_at = 1
+    with pytest.raises(ArithmeticError, match="the step failed"):
+        run_of().fit(model)
     assert replaced(model) == 0
 
 
@@ -119,13 +136,14 @@ def test_parents_arguments() -> None:
     assert TiledDDPStrategy(find_unused_parameters=True)._ddp_kwargs == {"find_unused_parameters": True}
 
 
-@pytest.mark.parametrize("strategy", [tiled(), "tiled"])
-def test_the_device_follows_the_accelerator(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The single-device strategy takes the accelerator's device, where the stock one stays on the CPU."""
-    from lightning.pytorch.accelerators import CPUAccelerator
-
-    monkeypatch.setattr(CPUAccelerator, "get_parallel_devices", staticmethod(lambda devices: [torch.device("meta")]))
-    assert trainer(strategy).strategy.root_device == torch.device("meta")
+def test_the_device_follows_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The single-device strategies take the accelerator's device, where the stock one stays on the CPU."""
+    meta = torch.device("meta")
+    for kind in (CPUAccelerator, FabricCPUAccelerator):
+        monkeypatch.setattr(kind, "get_parallel_devices", staticmethod(lambda devices: [meta]))
+    assert trainer(tiled()).strategy.root_device == trainer("tiled").strategy.root_device == meta
+    in_fabric = lt_tiled.fabric.TiledSingleDeviceStrategy()
+    assert Fabric(accelerator="cpu", devices=1, strategy=in_fabric).device == meta
     assert trainer(SingleDeviceStrategy()).strategy.root_device == torch.device("cpu")
 
 
@@ -143,29 +161,6 @@ def test_what_stops_before_the_first_step() -> None:
         trainer(tiled(activation_checkpointing=offload)).fit(model)
     assert model.losses == []
     assert replaced(model) == 0
-
-
-def test_an_exception_in_training_leaves_the_model_plain() -> None:
-    """After an exception in a step no module is marked, and a new run trains."""
-    model = LitTiny(steps_fail_at=1)
-    with pytest.raises(ArithmeticError, match="the step failed"):
-        trainer(tiled()).fit(model)
-    assert replaced(model) == 0
-    model.steps_fail_at = None
-    trainer(tiled()).fit(model)
-    assert model.forwards_replaced == {6}
-    assert replaced(model) == 0
-
-
-def test_fit_then_validate_then_predict() -> None:
-    """One strategy object serves fit, validate and predict, and each leaves the model plain."""
-    model, run = LitTiny(), trainer(tiled())
-    run.fit(model)
-    run.validate(model, verbose=False)
-    predictions = run.predict(model)
-    assert replaced(model) == 0
-    expected = trainer("auto").predict(model)
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(predictions, expected, strict=True))
 
 
 @pytest.mark.parametrize(
