@@ -101,29 +101,6 @@ def test_quickstart(tmp_path: Path) -> None:
     assert set(keys) == {f"model.{key}" for key in tiny_llama(num_hidden_layers=4).state_dict()}
 
 
-@pytest.mark.slow
-def test_zero3_in_a_single_process(tmp_path: Path) -> None:
-    """ZeRO-3 trains in tiles without a launcher, to its last step and to the end of the interpreter. No file is left
-    where it offloaded to.
-    """
-    (scratch := tmp_path / "scratch").mkdir()
-    command = Forked(
-        *("lt-tiled", "fit", "--config", str(ROOT / "configs/deepspeed_zero3_disk.yaml")),
-        *("--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.max_steps=2", "--data.seq_len=2048"),
-        *("--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"),
-        f"--trainer.strategy.init_args.activation_checkpointing.directory={scratch}",
-        printed=tmp_path / "printed.txt",
-        cwd=tmp_path,
-        finalize=True,
-        COLUMNS="120",
-    )
-    code, printed = command.finish(with_children=True), command.printed.read_text()
-    assert code == 0, printed
-    for expected in ("4 x LlamaMLP", "to disk", "`Trainer.fit` stopped: `max_steps=2` reached."):
-        assert expected in printed
-    assert list(scratch.iterdir()) == []
-
-
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
