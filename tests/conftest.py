@@ -33,9 +33,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--examples", type=int, help="draw this many random examples for each property-based test (tests/property)"
-    )
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
     parser.addoption("--threads", type=int, default=1, help="threads of each process, ranks and scripts among them")
 

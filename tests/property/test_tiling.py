@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 
 from tests.property.grammar import Case, Values, cases, differences, refused, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.self_checks]
+
+EXAMPLES = settings(
+    max_examples=40,
+    derandomize=True,  # the same ones in each run
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 
 
 def untiled(case: Case) -> Values:
@@ -19,6 +27,7 @@ def untiled(case: Case) -> Values:
         raise
 
 
+@EXAMPLES
 @given(cases(position_wise=False))
 def test_equal_or_refused(case: Case) -> None:
     """Any module in any surroundings gives the untiled results, or an error with its name and a remedy."""
@@ -32,6 +41,7 @@ def test_equal_or_refused(case: Case) -> None:
     assert not differences(found, true)
 
 
+@EXAMPLES
 @given(cases(position_wise=True))
 def test_position_wise_modules_are_not_refused(case: Case) -> None:
     """A module that works position by position gives the untiled results."""
