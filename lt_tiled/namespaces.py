@@ -20,30 +20,20 @@ LIGHTNING = ("lightning.", "pytorch_lightning.")
 """The beginnings of the names of Lightning's modules."""
 
 
-_ZERO_2 = {"stage": 2, "offload_optimizer": True}
-_ZERO_3 = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
-_NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
-NAMES: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "tiled": ("TiledSingleDeviceStrategy", {}),
-    "tiled_ddp": ("TiledDDPStrategy", {}),
-    "tiled_fsdp": ("TiledFSDPStrategy", {}),
-    "tiled_fsdp_cpu_offload": ("TiledFSDPStrategy", {"cpu_offload": True}),
-    "tiled_fsdp2": ("TiledModelParallelStrategy", {}),
-    "tiled_deepspeed": ("TiledDeepSpeedStrategy", {}),
-    "tiled_deepspeed_stage_1": ("TiledDeepSpeedStrategy", {"stage": 1}),
-    "tiled_deepspeed_stage_2": ("TiledDeepSpeedStrategy", {"stage": 2}),
-    "tiled_deepspeed_stage_3": ("TiledDeepSpeedStrategy", {"stage": 3}),
-    "tiled_deepspeed_stage_2_offload": ("TiledDeepSpeedStrategy", _ZERO_2),
-    "tiled_deepspeed_stage_3_offload": ("TiledDeepSpeedStrategy", _ZERO_3),
-    "tiled_deepspeed_stage_3_offload_nvme": ("TiledDeepSpeedStrategy", _ZERO_3 | _NVME),
-}
-"""For each registered name the class, and the arguments that it is made with."""
-
 
 def register(registry: Any, strategies: Mapping[str, Any]) -> None:
-    """Make the names known to the Trainer or Fabric that a registry of Lightning belongs to."""
-    for name, (strategy, arguments) in NAMES.items():
-        registry.register(name, strategies[strategy], override=True, **arguments)  # modules may be reloaded
+    """Make the strategies known to the Trainer or Fabric that a registry of Lightning belongs to.
+
+    Each has the names that its parent has there, with the same arguments, behind ``tiled_``.
+    """
+    for name in registry.available_strategies():
+        known = registry[name]
+        strategy = strategies.get(f"Tiled{known['strategy'].__name__}")
+        if strategy is not None:
+            registry.register(f"tiled_{name}", strategy, override=True, **known["init_params"])  # modules are reloaded
+    # Lightning has no short name for one device, and none for FSDP2.
+    registry.register("tiled", strategies["TiledSingleDeviceStrategy"], override=True)
+    registry.register("tiled_fsdp2", strategies["TiledModelParallelStrategy"], override=True)
 
 
 def is_a(value: Any, name: str) -> bool:

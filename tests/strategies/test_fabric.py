@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
 
 import lt_tiled
 from lt_tiled.callbacks import Tiled
@@ -15,9 +14,9 @@ from tests.models import TinyLM
 
 
 def test_registered_names() -> None:
-    """Every name is known to Fabric too, and is a class of ``lt_tiled.fabric``."""
+    """Fabric's own names are known behind ``tiled_``, and are classes of ``lt_tiled.fabric``."""
     names = [name for name in STRATEGY_REGISTRY.available_strategies() if name.startswith("tiled")]
-    assert names == [name for name in StrategyRegistry.available_strategies() if name.startswith("tiled")]
+    assert {"tiled", "tiled_ddp", "tiled_fsdp", "tiled_fsdp2", "tiled_deepspeed_stage_3"} <= {*names}
     for name in names:
         kind = type(Fabric(strategy=name, accelerator="cpu", devices=1).strategy)
         assert kind is getattr(lt_tiled.fabric, kind.__name__)
