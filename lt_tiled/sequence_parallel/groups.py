@@ -93,7 +93,7 @@ def check_same_batch(owner: str, group: Any, arguments: Mapping[str, Any]) -> No
     if not _is_same(group, text):
         raise ValueError(
             f"{owner} was given different batches on the {group.size()} ranks that share a sequence: use Lightning's"
-            " sampler, or give yours num_replicas=strategy.data_world_size, rank=strategy.data_rank and the same seed."
+            " sampler, or give yours **strategy.distributed_sampler_kwargs and the same seed."
         )
 
 

@@ -62,25 +62,10 @@ class TiledStrategy(AppliesPolicies):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The arguments of Lightning's ``DistributedSampler``: ranks that share sequences read the same data."""
+        """The arguments of ``DistributedSampler``: ranks that share sequences, or a model, read the same data."""
         if self._groups is None:
             return super().distributed_sampler_kwargs  # type: ignore[misc,no-any-return]
         return {"num_replicas": self._groups.count, "rank": self._groups.index}
-
-    @property
-    def data_rank(self) -> int:
-        """The rank for data that depends on it, as in an ``IterableDataset``.
-
-        Ranks that share sequences, or a tensor-parallel model, read the same data. For others, it is the global rank.
-        """
-        sampler: dict[str, int] = getattr(self, "distributed_sampler_kwargs", {})
-        return sampler.get("rank", 0)
-
-    @property
-    def data_world_size(self) -> int:
-        """The number of ranks, or of groups that read the same data, among which the data is divided."""
-        sampler: dict[str, int] = getattr(self, "distributed_sampler_kwargs", {})
-        return sampler.get("num_replicas", 1)
 
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model. A model that is prepared already keeps its policies."""

@@ -119,18 +119,3 @@ def test_without_a_plan(options: dict[str, Any], sizes: str, world: World) -> No
     for kind, text in world(refused, options):
         assert kind == "ValueError"
         assert f"needs a plan for {sizes}" in text
-
-
-def places() -> list[tuple[int, int]]:
-    """Which data a rank reads by the strategy, and by the sampler that Lightning sets."""
-    chosen = lt_tiled.fabric.TiledModelParallelStrategy(tensor_parallel, data_parallel_size=2, tensor_parallel_size=2)
-    launch(chosen)
-    sampler = chosen.distributed_sampler_kwargs
-    return [(chosen.data_rank, chosen.data_world_size), (sampler["rank"], sampler["num_replicas"])]
-
-
-def test_data_of_tensor_parallel_ranks(four_ranks: World) -> None:
-    """The data that the strategy names for a rank is that of Lightning's sampler: the same for a tensor-parallel
-    group.
-    """
-    assert four_ranks(places) == [[(group, 2)] * 2 for group in (0, 0, 1, 1)]

@@ -161,13 +161,14 @@ def test_groups(engine: str, world: World, request: pytest.FixtureRequest) -> No
 
 
 class Numbered(IterableDataset[Tensor]):
-    """Rows for groups of ranks: each takes every ``data_world_size``-th row."""
+    """Rows for groups of ranks: each takes every row of its own."""
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
 
     def __iter__(self) -> Iterator[Tensor]:
-        yield from batches(4)[self.strategy.data_rank :: self.strategy.data_world_size]
+        ranks = self.strategy.distributed_sampler_kwargs
+        yield from batches(4)[ranks["rank"] :: ranks["num_replicas"]]
 
 
 def read(loop: str, iterable: bool) -> list[int]:
