@@ -20,7 +20,6 @@ LIGHTNING = ("lightning.", "pytorch_lightning.")
 """The beginnings of the names of Lightning's modules."""
 
 
-
 def register(registry: Any, strategies: Mapping[str, Any]) -> None:
     """Make the strategies known to the Trainer or Fabric that a registry of Lightning belongs to.
 

@@ -1,29 +1,19 @@
 """``FullyShardedDataParallel`` (FSDP1).
 
 Lightning 2.6 runs FSDP1 on CUDA devices only. These strategies also run it on the CPU, where torch needs an explicit
-device (https://github.com/Lightning-AI/pytorch-lightning/pull/21774), and where a full state dict must not be
-offloaded: that frees weights, and lets Adam's averages share memory
-(https://github.com/Lightning-AI/pytorch-lightning/pull/21804).
+device (https://github.com/Lightning-AI/pytorch-lightning/pull/21774).
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    OptimStateKeyType,
-    StateDictType,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
-from torch.optim import Optimizer
 
+from lt_tiled._log import warn
 from lt_tiled.strategies.base import TiledFabricStrategy, TiledTrainerStrategy
 from lt_tiled.strategies.sharded import ShardedStrategy
 
@@ -37,7 +27,6 @@ class _FSDP(ShardedStrategy):
     cpu_offload: Any
     mixed_precision_config: Any
     sharding_strategy: Any
-    global_rank: int
     _state_dict_type: Any  # Lightning has no public name for it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,6 +34,18 @@ class _FSDP(ShardedStrategy):
         self.options: dict[str, Any] = getattr(self, self.options_name)
         # The parent would warn that it ignores the policy on a model that is wrapped already.
         self.auto_wrap_policy = self.options.pop("auto_wrap_policy", None)
+
+    def setup_environment(self) -> None:
+        """Save sharded checkpoints where full ones would be wrong.
+
+        On the CPU torch frees weights when it offloads a full state dict, and Adam's averages share memory
+        (https://github.com/Lightning-AI/pytorch-lightning/pull/21804). Weights in a flat parameter share their number
+        of steps, which other engines would count for each of them, and Lightning cannot number them.
+        """
+        super().setup_environment()
+        if self._state_dict_type == "full" and (self.on_cpu or not self.options["use_orig_params"]):
+            self._state_dict_type = "sharded"
+            warn("FSDP saves sharded checkpoints, not full ones, on the CPU and with use_orig_params=False.")
 
     def unit_arguments(self) -> dict[str, Any]:
         arguments = dict(self.options)
@@ -71,26 +72,6 @@ class _FSDP(ShardedStrategy):
         elif self.auto_wrap_policy is None:
             arguments["auto_wrap_policy"] = CustomPolicy(set(self.blocks_to_shard(model)).__contains__)
         return FullyShardedDataParallel(model, **arguments)
-
-    def full_states(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which the states of a model and its optimizers are full, and complete on rank 0."""
-        offload = not self.on_cpu
-        return FullyShardedDataParallel.state_dict_type(
-            model,
-            StateDictType.FULL_STATE_DICT,
-            FullStateDictConfig(offload_to_cpu=offload, rank0_only=True),
-            FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=True),
-        )
-
-    def full_optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full state of an optimizer on rank 0."""
-        with self.full_states(model):
-            full = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-        # The weights of a flat parameter share their number of steps, which other engines would count for each of them.
-        for state in full.get("state", {}).values():
-            if "step" in state:
-                state["step"] = deepcopy(state["step"])
-        return full
 
 
 class TrainerFSDP(_FSDP, TiledTrainerStrategy):
@@ -119,44 +100,8 @@ class TrainerFSDP(_FSDP, TiledTrainerStrategy):
             vars(model)["_lt_tiled_fsdp_root"] = root
         return root
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._state_dict_type != "full":
-            return super().lightning_module_state_dict()
-        assert self.model is not None
-        with self.full_states(self.model):
-            return self.model.state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._state_dict_type != "full":
-            return super().optimizer_state(optimizer)
-        assert self.model is not None
-        own = getattr(optimizer, "optimizer", optimizer)  # of a LightningOptimizer
-        state = self.full_optimizer_state(self.model, own)
-        # As the parent does, replace names by numbers, which weights in a flat parameter do not have. The parent loads
-        # both forms.
-        if self.global_rank == 0 and self.options["use_orig_params"]:
-            return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
-        return state
-
 
 class FabricFSDP(_FSDP, TiledFabricStrategy):
     """FSDP1 for Fabric."""
 
     options_name = "_fsdp_kwargs"
-
-    def save_checkpoint(
-        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
-    ) -> None:
-        if not self.on_cpu or self._state_dict_type != "full":
-            return super().save_checkpoint(path, state, storage_options, filter)
-        # This does what the parent does, without offloading.
-        full = dict(state)
-        model = next(value for value in state.values() if isinstance(value, FullyShardedDataParallel))
-        for key, value in state.items():
-            if isinstance(value, Optimizer):
-                full[key] = self.full_optimizer_state(model, value)
-        with self.full_states(model):
-            full = self._convert_stateful_objects_in_state(full, filter or {})
-        if self.global_rank == 0:
-            torch.save(full, path)
-        return None
