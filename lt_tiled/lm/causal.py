@@ -16,7 +16,6 @@ from torchmetrics import MeanMetric
 from lt_tiled._log import warn
 from lt_tiled.loss.cross_entropy import shifted
 from lt_tiled.loss.transformers import find_losses, patch_losses
-from lt_tiled.modules.find import full_shape, plain_name
 from lt_tiled.policies import as_loss
 from lt_tiled.sequence_parallel.ulysses import gathered
 from lt_tiled.strategies.deepspeed import not_sharded_yet
@@ -37,7 +36,7 @@ class CausalLM(LightningModule):
             target_modules: all-linear}``.
         loss: Compute losses and log-probabilities in tiles: ``True``, or the number of tiles. ``False`` turns it off.
         learning_rate: The peak learning rate of AdamW.
-        weight_decay: The weight decay of AdamW, for weights with two dimensions or more.
+        weight_decay: The weight decay of AdamW.
         optimizer: Another optimizer in place of AdamW: ``--model.optimizer=SGD --model.optimizer.lr=0.1``.
         warmup_steps: Steps of linear warmup. Then a cosine schedule ends at a tenth of the peak.
         trust_remote_code: Run the Python code that ``path`` may contain. Otherwise a model that needs it raises.
@@ -67,8 +66,6 @@ class CausalLM(LightningModule):
         self.optimizer = optimizer
         self._loss_shards = as_loss(loss)
         self.model: Any = None
-        self._vectors: set[str] = set()
-        """The names of weights with one dimension or none, which get no weight decay."""
         self.val_perplexity = _Perplexity()
         self.test_perplexity = _Perplexity()
 
@@ -87,8 +84,6 @@ class CausalLM(LightningModule):
         self.model.train()
         if self._loss_shards is not None:
             patch_losses(find_losses(model), self._loss_shards, object(), evaluation=True)
-        # Sharding flattens weights, so this must be known by name before.
-        self._vectors = {name for name, weight in self.named_parameters() if len(full_shape(weight)) <= 1}
 
     def _new_model(self) -> Any:
         """Return a new transformers model, or the one in ``path``; in a plan, without its weights."""
@@ -190,19 +185,13 @@ class CausalLM(LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         from transformers import get_cosine_with_min_lr_schedule_with_warmup_lr_rate as make_schedule
 
-        # 1. The optimizer. Weight decay is for matrices alone.
+        # 1. The optimizer. One group of weights in the order of the model, as FSDP needs to resume a run of DDP.
+        weights = [weight for weight in self.parameters() if weight.requires_grad]
         if self.optimizer is not None:
-            optimizer = self.optimizer(weight for weight in self.parameters() if weight.requires_grad)
+            optimizer = self.optimizer(weights)
         else:
-            matrices: list[Tensor] = []
-            vectors: list[Tensor] = []
-            for name, weight in self.named_parameters():
-                group = vectors if plain_name(name) in self._vectors else matrices
-                if weight.requires_grad:
-                    group.append(weight)
-            groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-            rate, decay = self.hparams["learning_rate"], self.hparams["weight_decay"]
-            optimizer = torch.optim.AdamW(groups, rate, betas=(0.9, 0.95), weight_decay=decay)
+            decay = self.hparams["weight_decay"]
+            optimizer = torch.optim.AdamW(weights, self.hparams["learning_rate"], (0.9, 0.95), weight_decay=decay)
         # 2. The schedule.
         steps: Any = self.trainer.estimated_stepping_batches
         schedule = make_schedule(optimizer, self.hparams["warmup_steps"], steps, min_lr_rate=0.1)
