@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class CausalLM(LightningModule):
         trust_remote_code: Run the Python code that ``path`` may contain. Otherwise a model that needs it raises.
 
     Raises:
-        ValueError: If neither ``config`` nor ``path`` names a model.
+        ValueError: If neither ``config`` nor ``path`` names a model, or it does not learn to predict the next token.
     """
 
     def __init__(
@@ -74,6 +75,11 @@ class CausalLM(LightningModule):
         if self.model is not None:
             return
         model = self._new_model()
+        if "loss_function" not in inspect.getsource(type(model).forward):
+            raise ValueError(
+                f"{type(model).__name__} does not compute the loss of the next token by transformers' loss_function:"
+                " train it in a LightningModule of your own, or choose a causal model such as llama."
+            )
         self.model = model
         if self.hparams["lora"] is not None:
             from peft import LoraConfig, get_peft_model

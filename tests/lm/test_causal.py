@@ -127,6 +127,17 @@ def test_bad_input(kwargs: dict[str, Any], message: str) -> None:
         CausalLM(**kwargs)
 
 
+XLNET = {"model_type": "xlnet", "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}
+BART = {"model_type": "bart", "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+
+
+@pytest.mark.parametrize("config", [XLNET, BART], ids=lambda c: c["model_type"])
+def test_models_that_predict_another_token(config: dict[str, Any]) -> None:
+    """XLNet and decoders of encoder-decoder models, whose loss compares each token with itself, are refused."""
+    with pytest.raises(ValueError, match="does not compute the loss of the next token"):
+        CausalLM({**config, "vocab_size": 64}).configure_model()
+
+
 @pytest.mark.parametrize("part", ["config", "tokenizer"])
 def test_code_of_a_file_is_not_run(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A local model or tokenizer with code of its own raises and asks nothing, unless ``trust_remote_code`` is set."""
