@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,29 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.models import H
 
 SWITCH = {"scale": 1.5}
-VARIABLE = ContextVar("variable", default=1.5)
 LARGE = 2**18 + H
 """So many elements take more than 1 MiB."""
 
 
-class Namespace:
-    path = ""
-
-
-def _closure() -> tuple[Callable[[], float], Callable[[float], None]]:
-    value = 1.5
-
-    def assign(new: float) -> None:
-        nonlocal value
-        value = new
-
-    return lambda: value, assign
-
-
 class Reads(nn.Module):
     """An MLP that reads numbers, tensors and functions from many places."""
-
-    shift = 1.5
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,16 +31,12 @@ class Reads(nn.Module):
         self.factor, self.act = 1.5, torch.tanh
         self.offset, self.tensors = torch.ones(H), [torch.ones(H)]
         self.unregistered = [nn.LayerNorm(H).requires_grad_(False)]
-        self.read, self.assign = _closure()
         self.draw: Callable[[], float] = float
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        numbers = [self.factor, self.shift, SWITCH["scale"], VARIABLE.get(), self.read(), self.draw() + 1.5]
-        if Namespace.path:
-            with open(Namespace.path) as file:
-                numbers.append(float(file.read()))
+        number = self.factor * SWITCH["scale"] * (self.draw() + 1.5) / 1.5**3
         h = self.unregistered[0]((x - self.mean) * mask) * self.tensors[0] + self.offset * self.table[:H]
-        h = self.frozen(h) * float(np.prod(np.array(numbers) / 1.5)) * torch.full((), 1.0 / 3.0)
+        h = self.frozen(h) * number * torch.full((), 1.0 / 3.0)
         return self.down(F.dropout(self.act(self.up(h)), 0.25, self.training))
 
 
@@ -73,11 +50,6 @@ class ReadsBlock(Reads):
 
 Change = Callable[[Any, Tensor], Any]
 """What happens between the passes to a module, and to the mask that it was given."""
-
-
-def write_file(text: str) -> None:
-    with open(Namespace.path, "w") as file:
-        file.write(text)
 
 
 def _wrap(m: Reads) -> None:
@@ -106,17 +78,12 @@ CHANGES: dict[str, Change] = {
     "tensor in an attribute": lambda m, _: m.offset.add_(1),
     "tensor in a list": lambda m, _: m.tensors[0].mul_(2),
     "mask of the caller's": lambda _, mask: mask.mul_(0.5),
-    "class attribute": lambda m, _: setattr(Reads, "shift", 3.0),
     "global": lambda m, _: SWITCH.update(scale=3.0),
-    "closure": lambda m, _: m.assign(3.0),
-    "context variable": lambda m, _: VARIABLE.set(3.0),
-    "file": lambda m, _: write_file("3.0"),
     "random state": lambda m, _: torch.rand(7),
 }
 
 DRAWS: dict[str, Callable[[], float]] = {
     "Python's generator": random.random,
-    "NumPy's generator": np.random.rand,
     "a generator of its own": lambda: torch.rand((), generator=OWN).item(),
 }
 """What a forward pass draws, and the recompute draws anew."""
@@ -137,11 +104,3 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "kernels of attention": lambda: sdpa_kernel(SDPBackend.MATH),
 }
 """What is around a forward pass, and not around its backward pass."""
-
-
-def as_before() -> None:
-    """Undo all changes outside of modules."""
-    Reads.shift = SWITCH["scale"] = 1.5
-    VARIABLE.set(1.5)
-    if Namespace.path:
-        write_file("1.5")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from tests.models import Coded, H
 from tests.parity import EXACT, gradients, randn, worst
-from tests.recompute.noticed import AROUND, CHANGES, DRAWS, SWITCH, Namespace, Reads, ReadsBlock, as_before
+from tests.recompute.noticed import AROUND, CHANGES, DRAWS, SWITCH, Reads, ReadsBlock
 
-pytestmark = [pytest.mark.usefixtures("float64", "places")]
+pytestmark = [pytest.mark.usefixtures("float64")]
 
 TILES: dict[str, Any] = {"tiling": Tiling(4, targets=["Reads"]), "activation_checkpointing": None}
 BLOCKS: dict[str, Any] = {"tiling": None, "activation_checkpointing": ActivationCheckpointing(["0"])}
@@ -36,14 +35,11 @@ REFUSED = (
 )
 
 
-@pytest.fixture
-def places(tmp_path: Path) -> Iterator[None]:
-    """Give the modules a file, and undo changes outside of modules."""
-    Namespace.path = str(tmp_path / "number")
-    as_before()
+@pytest.fixture(autouse=True)
+def _switch() -> Iterator[None]:
+    """Undo changes of the global variable."""
     yield
-    as_before()
-    Namespace.path = ""
+    SWITCH["scale"] = 1.5
 
 
 def gradients_of_step(policy: str, frozen: bool, name: str, step: int, early: bool) -> dict[str, Tensor] | None:
@@ -79,7 +75,7 @@ def gradients_of_step(policy: str, frozen: bool, name: str, step: int, early: bo
             model[0](x, mask).sum().backward()
             return None
         finally:
-            as_before()
+            SWITCH["scale"] = 1.5
     return {"x": x.grad} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -141,7 +137,7 @@ def test_a_branch_without_output() -> None:
             try:
                 y.backward()
             finally:
-                as_before()
+                SWITCH["scale"] = 1.5
 
     with prepare(model, **BLOCKS), pytest.raises(RuntimeError, match="computes different values from"):
         train()
