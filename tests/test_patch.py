@@ -77,14 +77,3 @@ def test_patches_below_the_code_of_others() -> None:
         ran.clear()
         assert module.forward is theirs
         assert module(torch.ones(1)) == 3
-
-
-def test_patches_above_the_code_of_others() -> None:
-    """A forward that was set on the instance before, as Liger does, runs below our patch, and is there afterwards."""
-    module = Plain()
-    module.forward = theirs = lambda x: x * 5  # type: ignore[method-assign, assignment]
-    patch = Noted(Order.TILE, [])
-    set_patch(module, patch)
-    assert module(torch.ones(1)) == 5
-    remove_patch(module, patch)
-    assert vars(module)["forward"] is theirs

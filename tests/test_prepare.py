@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -115,20 +114,3 @@ def test_what_is_prepared_already(caplog: pytest.LogCaptureFixture) -> None:
         assert [row.tiles for row in prepared.report().tiled] == [2, 6]
     assert "forward" in model.blocks[0].mlp.__dict__
     assert "forward" not in model.blocks[1].mlp.__dict__
-
-
-def test_a_copied_model_trains_apart() -> None:
-    """An EMA copy of a prepared model takes the averages of its own weights while the original trains on."""
-    model = TinyLM()
-    with prepare(model, tiling=Tiling(4), activation_checkpointing=True):
-        ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-        ema.update_parameters(model)
-        before = copy.deepcopy(ema.module.state_dict())
-        lm_loss(model(IDS), IDS).backward()
-        torch.optim.SGD(model.parameters(), 1.0).step()
-        assert all(torch.equal(v, before[k]) for k, v in ema.module.state_dict().items())
-        ema.update_parameters(model)
-        averages = zip(ema.module.parameters(), before.values(), model.parameters(), strict=True)
-        assert all(torch.allclose(e, (b + p) / 2) for e, b, p in averages)
-        assert torch.allclose(ema(IDS), ema.module(IDS))
-        assert not torch.allclose(ema(IDS), model(IDS))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import DynamicCache, RecurrentGemmaConfig, RecurrentGemmaForCausalLM, SwinConfig, SwinModel
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
@@ -141,15 +140,6 @@ def test_a_model_that_checkpoints_itself_does_it_once(caplog: pytest.LogCaptureF
     assert flops(run) == theirs
 
 
-def test_checkpoint_wrapper_keeps_its_blocks(caplog: pytest.LogCaptureFixture) -> None:
-    """Blocks inside torch's ``checkpoint_wrapper`` are recomputed once, by it."""
-    model = TinyLM(2)
-    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
-    with prepare(model, activation_checkpointing=ActivationCheckpointing("Block")):
-        lm_loss(model(IDS), IDS).backward()
-    assert "Block is left to the activation checkpointing that its model applies itself" in caplog.text
-
-
 def recurrent_gemma() -> nn.Module:
     sizes = {"vocab_size": 32, "hidden_size": H, "intermediate_size": 32, "num_attention_heads": 2, "lru_width": H}
     return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**sizes, num_hidden_layers=3, pad_token_id=None))
@@ -194,11 +184,3 @@ def test_gradients_through_a_cache(case: str) -> None:
     with prepare(model, tiling=4, activation_checkpointing=True):
         for _ in range(2):
             assert worst(gradients(model, IDS, call=call), true) < MIXED
-
-
-def test_generation_keeps_its_cache() -> None:
-    """Generation, which runs without gradients, uses the cache and gives the plain tokens."""
-    model = tiny_llama().eval()
-    plain = model.generate(IDS[:1, :8], max_new_tokens=8, do_sample=False)
-    with prepare(model, activation_checkpointing=True, tiling=Tiling(2)):
-        assert torch.equal(model.generate(IDS[:1, :8], max_new_tokens=8, do_sample=False), plain)

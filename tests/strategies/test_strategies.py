@@ -101,20 +101,6 @@ def test_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         TiledDeepSpeedStrategy()
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"tiling": 0}, "num_shards=0 must be 'auto' or an integer of at least 1"),
-        ({"activation_checkpointing": "disc"}, "offload='disc' must be one of None, 'cpu', 'disk'"),
-        ({"find_unused": True}, "find_unused"),
-    ],
-)
-def test_bad_arguments(kwargs: dict[str, Any], message: str) -> None:
-    """Bad arguments fail when the strategy is made or the model wrapped, with the value and the bound."""
-    with pytest.raises((ValueError, TypeError), match=message):
-        TiledSingleDeviceStrategy(**kwargs)
-
-
 def test_parents_arguments() -> None:
     """All arguments of the parents are accepted, and passed on."""
     for ours, theirs in ((TiledDDPStrategy, DDPStrategy), (TiledSingleDeviceStrategy, SingleDeviceStrategy)):

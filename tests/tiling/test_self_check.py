@@ -30,13 +30,6 @@ def centered(y: Tensor, dim: int = -2) -> Tensor:
     return y - y.mean(dim, keepdim=True)
 
 
-def test_token_mixing_is_refused(device: str) -> None:
-    """A module whose tokens see each other is refused by name at its first call, with the remedy, on each device."""
-    module = tile(Coded(lambda m, x: m.mlp(centered(x))).to(device), num_shards=4)
-    with pytest.raises(NotPositionWiseError, match=r"Coded is not position-wise.*Remove it from targets"):
-        module(randn(1, 40, H, device=device))
-
-
 REASONS = {  # of those parts that are not refused because their outputs differ
     "shared noise": "draws one random mask for several tokens",
     "mixed by a hook": "is not position-wise: its gradient of argument 0",
