@@ -35,7 +35,7 @@ from lt_tiled.report import Report
 from lt_tiled.sequence_parallel.enable import enable, find_doors, reach_attention
 from lt_tiled.sequence_parallel.groups import group_of
 from lt_tiled.sequence_parallel.ulysses import Door
-from lt_tiled.tiling.call import EngineNeeds, Owner
+from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled
 
 
@@ -131,7 +131,7 @@ class Prepared(AbstractContextManager["Prepared"]):
 
     def _tile(self, selection: Selection, policies: AppliesPolicies, undo: ExitStack) -> None:
         """Run modules and losses in tiles, until ``undo`` is closed."""
-        owner = Owner()
+        owner = object()
         needs = policies.needs or Engine(self.model)
         undo.callback(restore_leaves, self.model)  # the last one: leaf modules are those with tiles
         undo.callback(remove_patches, self.model, owner)

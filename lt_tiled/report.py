@@ -55,8 +55,8 @@ class Report:
             if not patch.untiled:
                 if patch.method != "forward":
                     path = f"{path}.{patch.method}".lstrip(".")
-                row = ReportedModule(path, patch.spec.kind, patch.largest.tokens, patch.largest.tiles)
-                (norms if patch.spec.is_lone_norm else tiled).append(row)
+                row = ReportedModule(path, patch.kind, patch.largest.tokens, patch.largest.tiles)
+                (norms if patch.is_lone_norm else tiled).append(row)
         # 2. Losses, blocks, and what is known of all blocks together.
         losses: list[ReportedModule] = []
         blocks: list[ReportedModule] = []

@@ -5,7 +5,7 @@ NOTE [Finding the engine]
 a tiled module. Each engine leaves its own mark: ZeRO-3 ``ds_id`` on all weights (NOTE [ZeRO-3 leaves] says what must
 happen earlier), FSDP2 and FSDP the classes of their units, tensor parallelism the class of weights. DDP, ZeRO-1 and
 ZeRO-2 need nothing. A model that ran before is looked at again: FSDP puts other weights in the place of its weights, of
-which one is enough to see that, and ZeRO-3 tells its leaf modules.
+which one is enough to see that, and ZeRO-3 marks them.
 """
 
 from __future__ import annotations
@@ -31,20 +31,17 @@ class Engine(EngineNeeds):
     def __init__(self, model: nn.Module | None) -> None:
         super().__init__()
         self._model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else lambda: None
-        self.forget()
+        self.watched: tuple[Mapping[str, Any], str, Any] = ({}, "", object())
+        """One of the weights, where it is, and its name there: a call looks again if there is another one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         # Nothing wraps the copy of a model yet, or another engine.
         memo[id(self)] = copy = Engine(memo.get(id(self._model())))
         return copy
 
-    def forget(self) -> None:
-        self.watched: tuple[Mapping[str, Any], str, Any] = ({}, "", object())
-        """One of the weights, where it is, and its name there: a call looks again if there is another one."""
-
     def update(self, module: nn.Module) -> None:
         holder, name, weight = self.watched
-        if holder.get(name) is not weight:
+        if holder.get(name) is not weight or hasattr(weight, "ds_id"):
             self.find(module)
 
     def find(self, module: nn.Module) -> None:

@@ -55,9 +55,6 @@ class LeafPatch(Patch):
         """Let ZeRO-3's hook run on the token, and register all others as ever."""
         if not is_of(args[0], ("deepspeed.",)):
             return self.inner(module, *args, **kwargs)
-        # Modules that ran before have looked for their engine already.
-        for _, _, tiled in tiled_patches(module):
-            tiled.needs.forget()
         for weight in module.parameters() if self.hook is None else ():
             if weight.requires_grad:
                 weight.register_post_accumulate_grad_hook(self._refuse_late)
@@ -152,7 +149,7 @@ def adapt_to_zero3(model: nn.Module) -> bool:
     for _, module, tiled in tiled_patches(model):
         if None in _leaves_of(module):
             raise ValueError(
-                f"{tiled.spec.name} is tiled and not inside a leaf module of ZeRO-3, which would shard its weights"
+                f"{tiled.name} is tiled and not inside a leaf module of ZeRO-3, which would shard its weights"
                 " between tiles: call prepare before deepspeed.initialize, or use TiledDeepSpeedStrategy(stage=3)."
             )
     # The weights of a norm must be all-gathered with those of the MLP.

@@ -96,7 +96,7 @@ class HeadPatch(Patch):
         if not has_hooks(module):
             return logits
 
-        def last(head: nn.Module, args: Any, output: Any) -> DeferredLogits:
+        def last(head: nn.Module, args: Any, output: Any) -> Any:
             handle.remove()
             return logits
 
@@ -156,10 +156,10 @@ class DeferredLogits(Deferred):
     source: tuple[DeferredLogits, Step] | None  # the logits that these were made of, and how
 
     @classmethod
-    def of(cls, call: HeadCall, hidden: Tensor, dtype: Any, steps: Any = (), source: Any = None) -> DeferredLogits:
+    def of(cls, call: HeadCall, hidden: Tensor, dtype: Any, steps: Any = (), source: Any = None) -> Any:
         """Return deferred logits of a call."""
         shape = (*hidden.shape[:-1], call.head.out_features)
-        logits: DeferredLogits = cls.like(shape, dtype, hidden.device)
+        logits: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
         if call.grad_mode:
             with torch._C.DisableTorchFunctionSubclass():
                 logits.requires_grad_().register_hook(partial(_refuse, call.patch.name))

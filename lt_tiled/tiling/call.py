@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -12,35 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled._log import inform
-from lt_tiled.modules.feed_forward import MLPSizes
 from lt_tiled.policies import Tiling
 from lt_tiled.recompute.mode import Precision
 from lt_tiled.tiling.cut import Bounds, Layout, Tokens
 from lt_tiled.tiling.weights import Weights, weights_of
 
 # What is known of a tiled module
-
-
-@dataclass(frozen=True)
-class TileSpec:
-    """What a module with tiles is. It refers to no module, so copies of a model share it."""
-
-    name: str
-    """The name in messages."""
-    kind: str
-    """The class, or ``Class.method``."""
-    parts: tuple[str, ...] | None = None
-    """The children that a method uses; ``None`` for the whole module."""
-    sizes: MLPSizes | None = None
-    """Its sizes, where its weights show them."""
-    requested: bool = True
-    """Whether a user chose it. Else it stays untiled where it cannot be tiled."""
-    is_lone_norm: bool = False
-    """Whether it is a norm that the policy does not name, and that is not next to an MLP."""
-    pends: bool = False
-    """Whether its output may be pending, because what follows may run in the same tiles."""
-    alone: bool = True
-    """Whether it runs in tiles where it cannot share those of another module."""
 
 
 @dataclass
@@ -62,26 +39,17 @@ class LargestCall:
 
 @dataclass
 class EngineNeeds:
-    """What the engine needs of tiled modules; a subclass finds the engine."""
+    """What tiled modules of one model share: the needs of the engine, which a subclass finds, and passed checks."""
 
     pending: bool = True
     """Whether norms may run in the tiles of what follows: the weights of both must be there."""
     one_order: bool = True
     """Whether gradients must arrive in one order on all ranks: see NOTE [One order on all ranks]."""
+    passed: set[Hashable] = field(default_factory=set)
+    """The kinds of modules and calls that passed the self-check."""
 
     def update(self, module: nn.Module) -> None:
         """Look for the engine in a call of this tiled module, if it is not known."""
-
-    def forget(self) -> None:
-        """Look for the engine in the next call."""
-
-
-@dataclass(eq=False)
-class Owner:
-    """Identifies one ``prepare`` call, which restores the modules that it tiled."""
-
-    passed: set[Hashable] = field(default_factory=set)
-    """The kinds of modules and calls that passed the self-check."""
 
 
 @dataclass(frozen=True)
@@ -95,28 +63,6 @@ class Plan:
     """Of a single output that may be pending: its dimensions behind those of the tokens, and its dtype."""
 
 
-class Tiled:
-    """What was found at setup, asked for and found out of a tiled module."""
-
-    def __init__(
-        self, spec: TileSpec, tiling: Tiling, needs: EngineNeeds, owner: Owner | None, leader: Any = None
-    ) -> None:
-        self.spec = spec
-        self.tiling = tiling
-        self.needs = needs
-        self.owner = owner
-        self.leader = leader or self
-        self.largest = LargestCall()
-        self.untiled = False
-        """Whether it failed the self-check."""
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget what calls found out: a copy of a module finds it out again."""
-        self.plans: dict[Hashable, Plan | None] = {}
-        """What is known of each kind of call; ``None`` if it failed the self-check."""
-
-
 # A call of it
 
 
@@ -125,91 +71,68 @@ class TileFunction:
     """A position-wise function of tensors: a module's forward, a method, a norm and what follows it."""
 
     run: Callable[..., Any]
-    modules: tuple[nn.Module, ...]
-    """The modules that hold its weights, in the order in which they run."""
-    key: Hashable
-    """Tells the functions of one tiled module apart."""
+    root: nn.Module
+    """The module whose forward or method runs, of several the last one."""
     parts: Sequence[nn.Module]
-    """The modules and their submodules."""
+    """The modules that hold its weights, with their submodules, in the order in which they run."""
     inside: Sequence[nn.Module]
     """Those of them whose hooks see tiles: the hooks of a module that runs by its forward run around its tiles."""
+    key: Hashable
+    """Tells the functions of one tiled module apart."""
+    name: str
+    """The name in messages."""
+    tiling: Tiling
+    plans: dict[Hashable, Plan | None]
+    """What is known of each kind of call of the tiled module; ``None`` if it failed the self-check."""
     joined: bool = False
     """Whether a norm and what follows it run together."""
 
-    @classmethod
-    def of(cls, run: Callable[..., Any], modules: tuple[nn.Module, ...], key: Hashable, whole: bool) -> TileFunction:
-        """Return the function of modules, which run by their forward, or else are the parts of a method."""
-        parts = [part for module in modules for part in module.modules()]
-        inside = [part for part in parts if part not in modules] if whole else parts
-        return cls(run, modules, key, parts, inside)
-
     def after(self, first: TiledCall) -> TileFunction:
         """Return the function that runs a norm's call first, whose tensors take the place of the first argument."""
-        parts = [*first.function.parts, *self.parts]
-        inside = [*first.function.inside, *self.inside]
+        norm = first.function
         run = partial(_run_both, first.run, self.run, len(first.per_token))
-        modules = first.function.modules + self.modules
-        return TileFunction(run, modules, (first.kind, self.key), parts, inside, joined=True)
+        parts = [*norm.parts, *self.parts]
+        inside = [*norm.inside, *self.inside]
+        return replace(self, run=run, parts=parts, inside=inside, key=(first.kind, self.key), joined=True)
 
 
 def _run_both(first: Callable[..., Any], second: Callable[..., Any], count: int, *args: Any, **kwargs: Any) -> Any:
     return second(first(*args[:count]), *args[count:], **kwargs)
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of a call without the tensors among them. What holds tensors itself is passed on as it is."""
-
-    others: tuple[Any, ...]
-    """With a mark in the place of each tensor."""
-    names: tuple[str, ...]
-    """Of the last ones, which are given by name."""
-
-    def call(self, run: Callable[..., Any], tensors: Iterable[Tensor]) -> Any:
-        """Call a function with tensors in the places of these."""
-        given = iter(tensors)
-        values = [next(given) if value is _TENSOR else value for value in self.others]
-        count = len(values) - len(self.names)
-        return run(*values[:count], **dict(zip(self.names, values[count:], strict=True)))
-
-
-_TENSOR = object()
-
-
-def split_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Arguments]:
-    """Return the tensors, and what is needed to call with others."""
-    tensors: list[Tensor] = []
-    others: list[Any] = []
-    for value in (*args, *kwargs.values()):
-        is_tensor = isinstance(value, Tensor)
-        others.append(_TENSOR if is_tensor else value)
-        if is_tensor:
-            tensors.append(value)
-    return tensors, Arguments(tuple(others), tuple(kwargs))
-
-
+TENSOR = object()
+"""Stands in the place of a tensor among the arguments of a call."""
 _BY_VALUE = (int, float, str, type(None))
 """Arguments that choose what a module computes, such as flags."""
 
 
 class TiledCall:
-    """One call. It holds no activation: the anchor saves those."""
+    """One call. It holds no activation: the anchor saves those.
+
+    Args:
+        function: What runs on a tile.
+        inputs: The tensors among the arguments. What holds tensors itself is passed on as it is.
+        arguments: All of them, with :data:`TENSOR` in the place of each tensor.
+        names: Those of the last arguments, which are given by name.
+        tokens: What the inputs have rows for.
+        bounds: The tiles.
+    """
 
     def __init__(
         self,
         function: TileFunction,
         inputs: Sequence[Tensor],
-        arguments: Arguments,
+        arguments: Sequence[Any],
+        names: tuple[str, ...],
         tokens: Tokens,
         bounds: Sequence[Bounds],
-        tiled: Tiled,
     ) -> None:
         self.function = function
+        self.name = function.name
         self.arguments = arguments
+        self.names = names
         self.tokens = tokens
         self.bounds = bounds
-        self.tiled = tiled
-        self.name = tiled.spec.name
         self.per_token = [tokens.cover(t) for t in inputs]
         self.wants_grad = [t.requires_grad for t in inputs]
         self.device = inputs[self.per_token.index(True)].device
@@ -220,7 +143,7 @@ class TiledCall:
         self.dtypes = tuple([t.dtype for t in inputs])
         self.kind = self._kind()
         """Tells whether another call runs the same code."""
-        plain = len(inputs) == len(arguments.others) and not arguments.names
+        plain = len(inputs) == len(arguments) and not names
         self.run: Callable[..., Any] = function.run if plain else self._run
         """Runs the function on the tensors of one tile."""
 
@@ -230,17 +153,19 @@ class TiledCall:
         training = [part.training for part in self.function.parts].count(True)
         several = tuple([size > 1 for size in self.tokens.lead])
         wants = (*self.wants_grad, torch.is_grad_enabled(), len(self.weights))
-        arguments = self.arguments
-        others = tuple([value if isinstance(value, _BY_VALUE) else type(value) for value in arguments.others])
-        return self.function.key, training, several, wants, others, arguments.names, self.precision, self.dtypes
+        others = tuple([value if isinstance(value, _BY_VALUE) else type(value) for value in self.arguments])
+        return self.function.key, training, several, wants, others, self.names, self.precision, self.dtypes
 
     def _run(self, *tile: Tensor) -> Any:
-        return self.arguments.call(self.function.run, tile)
+        tensors = iter(tile)
+        values = [next(tensors) if value is TENSOR else value for value in self.arguments]
+        count = len(values) - len(self.names)
+        return self.function.run(*values[:count], **dict(zip(self.names, values[count:], strict=True)))
 
     @property
     def plan(self) -> Plan:
         """What is known of calls of this kind, which run in tiles."""
-        plan = self.tiled.plans[self.kind]
+        plan = self.function.plans[self.kind]
         assert plan is not None
         return plan
 

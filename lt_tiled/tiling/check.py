@@ -13,7 +13,7 @@ not mistaken for rounding. Training and evaluation are checked each in its first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.recompute.mode import PLAIN_TENSORS, PlainSavedTensors, hidden_from_modes, random_state_kept, version_of
-from lt_tiled.tiling.call import Owner, Tiled, TiledCall
+from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.cut import Tokens, flatten
 from lt_tiled.tiling.effects import TOLERANCE, Probe, copies_in_place, held, norm, value_of
 from lt_tiled.tiling.last import find_plan
@@ -39,17 +39,17 @@ _FLOOR = 1e-3
 rounding."""
 
 
-def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], owner: Owner | None) -> None:
+def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], passed: set[Hashable]) -> None:
     """Check on a few tokens of a call that it may run in tiles. One call of each kind of module is checked.
 
     Raises:
         NotPositionWiseError: If it may not, or fails on a few tokens.
     """
     # 1. Calls of modules of the same classes, attributes, shapes and dtypes are of one kind.
-    holds = (list(inputs), call.arguments.others)
+    holds = (list(inputs), call.arguments)
     facts = held(call.function.parts, holds, lambda tensor: (tensor.shape, tensor.dtype, tensor.requires_grad))
     kind = (call.kind[1:], facts)  # without what tells functions of one module apart
-    if owner is not None and kind in owner.passed:
+    if kind in passed:
         return
     # 2. An activation checkpoint around it would count what its graphs save, and keep what it computes.
     with_graph = torch.is_grad_enabled()
@@ -78,8 +78,7 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], owner: Owner 
                     f"{call.name} fails when it is given a few of its tokens: {error}. Arguments that broadcast over"
                     f" tokens must be expanded to all of them before the call. {REMEDY}"
                 ) from error
-    if owner is not None:
-        owner.passed.add(kind)
+    passed.add(kind)
 
 
 class _Check:
@@ -133,10 +132,9 @@ class _Check:
         call = self.call
         first = max(1, self.tokens.count * 3 // 4)
         bounds = [(0, first), (first, self.tokens.count)]
-        self.others = pytree.tree_map(self.instead_of, call.arguments.others)
-        arguments = replace(call.arguments, others=self.others)
-        tiled = Tiled(call.tiled.spec, call.tiled.tiling, call.tiled.needs, None)
-        few = TiledCall(call.function, self.inputs, arguments, self.tokens, bounds, tiled)
+        self.others = pytree.tree_map(self.instead_of, call.arguments)
+        function = replace(call.function, plans={})
+        few = TiledCall(function, self.inputs, self.others, call.names, self.tokens, bounds)
         self.targets: dict[Tensor, str] = {}
         for index, tensor in enumerate(self.inputs):
             if tensor.requires_grad:
@@ -153,7 +151,7 @@ class _Check:
             self._refuse("changes its input in place, which tiles cannot do. Make the change out of place.")
         # 3. The tiles. The first run may have filled caches, but from now on nothing may change.
         self.before = held(call.function.parts, self.others, value_of)
-        few.tiled.plans[few.kind] = find_plan(few, self.inputs)  # which runs one with a graph, to its end
+        function.plans[few.kind] = find_plan(few, self.inputs)  # which runs one with a graph, to its end
         few.run = partial(self._run_tile, few.run, self.probe.drawn, call.per_token.index(True))
         with self.probe:
             of_tiles = flatten(run_tiled(few, self.inputs))[0]

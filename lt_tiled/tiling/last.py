@@ -50,7 +50,7 @@ class TileWatch:
         self.sums = sums
         self.prints: TileFingerprints | None = None
         if compared:
-            raises = call.tiled.tiling.compare == "raise"
+            raises = call.function.tiling.compare == "raise"
             self.prints = TileFingerprints(call.name, len(call.bounds), call.precision.dtype, raises)
         self.calls = 0
         """Those of the projection in the tile that runs."""
@@ -167,7 +167,7 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
 
     # 1. A tile, with a graph, because a hook of the code on the output would read what is left out; not if tiles are
     # compiled, which leave out nothing.
-    compiled = call.tiled.tiling.compile is not False
+    compiled = call.function.tiling.compile is not False
     before = RandomState.now(call.device)
     with_graph = torch.set_grad_enabled(call.differentiable and not compiled)
     with hidden_from_modes(inputs[0]), random_state_kept(call.device), PlainSavedTensors(), with_graph:
@@ -179,7 +179,7 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
     outputs, tree = flatten(output)
     layout = Layout.of(outputs, tree, call.tokens, call.bounds[0][1], call.name)
     # 3. The last projection. One that is tiled itself runs in tiles without its hooks.
-    last: Any = call.function.modules[-1]
+    last: Any = call.function.root
     if type(last) is not nn.Linear:
         last = None
         for module, made in seen:

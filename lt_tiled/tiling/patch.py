@@ -21,9 +21,9 @@ On several ranks, what runs untiled passes its weights through an anchor: see NO
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, has_hoo
 from lt_tiled.policies import Tiling
 from lt_tiled.recompute.mode import is_real, is_transformed
 from lt_tiled.tiling.anchor import run_untiled
-from lt_tiled.tiling.call import EngineNeeds, Owner, Tiled, TiledCall, TileFunction, TileSpec, split_arguments
+from lt_tiled.tiling.call import TENSOR, EngineNeeds, LargestCall, Plan, TiledCall, TileFunction
 from lt_tiled.tiling.check import check_position_wise
 from lt_tiled.tiling.cut import Tokens, tile_bounds
 from lt_tiled.tiling.last import FORWARD, find_plan
@@ -54,7 +54,7 @@ _NO_USERS = ("torch.", *ENGINES, CAPTURING)
 # Setting patches, and removing them
 
 
-def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: Owner | None) -> TiledPatch:
+def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: object) -> TiledPatch:
     """Tile what was found, for its owner to undo.
 
     Raises:
@@ -72,7 +72,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
             f"{name} cannot be tiled: its experts have a capacity, so that the result of a token depends on all tokens."
             f" {REMEDY}"
         )
-    spec = TileSpec(
+    patch = TiledPatch(
         name,
         kind,
         tileable.parts,
@@ -80,16 +80,17 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: O
         requested=tileable.named,
         is_lone_norm=norm_of is not None,
         pends=bool(tileable.after),
+        tiling=tiling,
+        needs=needs,
+        owner=owner,
     )
-    patch = TiledPatch(spec, tiling, needs, owner)
     set_patch(module, patch, tileable.method)
     for before, neighbors in ((True, tileable.before), (False, tileable.after)):
         for neighbor in neighbors:
             if get_patch(neighbor, TiledPatch) is None:  # what several modules share is the first one's neighbor
                 # A projection behind a norm, and a norm of one kernel, gain nothing by tiles of their own.
-                alone = not (spec.is_lone_norm or is_one_kernel(neighbor))
-                own = replace(spec, parts=None, pends=before, alone=alone)
-                set_patch(neighbor, TiledPatch(own, tiling, needs, owner, patch))
+                alone = not (patch.is_lone_norm or is_one_kernel(neighbor))
+                set_patch(neighbor, replace(patch, parts=None, pends=before, alone=alone, leader=patch))
     if tileable.parent is not None and get_patch(tileable.parent, Boundary) is None:
         set_patch(tileable.parent, Boundary(owner))
     return patch
@@ -118,7 +119,7 @@ class Boundary(Patch):
 
     order = Order.PARENT
 
-    def __init__(self, owner: Owner | None) -> None:
+    def __init__(self, owner: object) -> None:
         self.owner = owner
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -130,25 +131,51 @@ class Boundary(Patch):
 # A call
 
 
-class TiledPatch(Tiled, Patch):
+@dataclass(eq=False)
+class TiledPatch(Patch):
     """On a tiled module, on a norm next to one, and on the projections behind a norm.
 
-    Its ``leader`` is the patch whose tiles it may share: of the MLP, or of the norm before projections.
+    It refers to no module, because copies of a model have copies of it.
     """
 
     order = Order.TILE
-    leader: TiledPatch
-    compiled_tile: Callable[..., Any] | None = None
-    """What runs on a tile with ``Tiling(compile=...)``."""
+    name: str
+    """The name in messages."""
+    kind: str
+    """The class, or ``Class.method``."""
+    parts: tuple[str, ...] | None
+    """The children that a method uses; ``None`` for the whole module."""
+    sizes: MLPSizes | None
+    """Its sizes, where its weights show them."""
+    requested: bool
+    """Whether a user chose it. Else it stays untiled where it cannot be tiled."""
+    is_lone_norm: bool
+    """Whether it belongs to a norm that the policy does not name, and that is not next to an MLP."""
+    pends: bool
+    """Whether its output may be pending, because what follows may run in the same tiles."""
+    tiling: Tiling
+    needs: EngineNeeds
+    owner: object
+    alone: bool = True
+    """Whether it runs in tiles where it cannot share those of another module."""
+    leader: Any = None
+    """The patch whose tiles it may share: of the MLP, or of the norm before projections. By default itself."""
+    untiled = False
+    """Whether it failed the self-check."""
+
+    def __post_init__(self) -> None:
+        self.leader = self.leader or self
+        # What calls find out.
+        self.plans: dict[Hashable, Plan | None] = {}
+        self.largest = LargestCall()
+        self.compiled_tile: Callable[..., Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copy = super().__deepcopy__(memo)
         assert isinstance(copy, TiledPatch)
         copy.leader = deepcopy(self.leader, memo)
         copy.needs = deepcopy(self.needs, memo)
-        copy.largest = replace(self.largest)
-        copy.compiled_tile = None
-        copy.forget()
+        copy.__post_init__()
         return copy
 
     @property
@@ -177,21 +204,21 @@ class TiledPatch(Tiled, Patch):
             kwargs = values(kwargs)
             tensors = args
             # A norm of heads ``[B, N, S, D]`` gets them as they lie in memory: else its input would be copied.
-            if self.spec.is_lone_norm and not self.spec.pends and _heads_are_swapped(args):
+            if self.is_lone_norm and not self.pends and _heads_are_swapped(args):
                 swaps = True
                 tensors = (args[0].transpose(1, 2), *args[1:])
-            if self.spec.alone or self.spec.pends:
+            if self.alone or self.pends:
                 made = self.decide(module, function, tensors, kwargs)
         if made is not None:
             call, inputs = made
             joined = call.function.joined
             if self.is_leader or joined:
-                self.leader.largest.note(call.tokens.count, call.bounds, self.spec.kind)
+                self.leader.largest.note(call.tokens.count, call.bounds, self.kind)
             # 3. In the tiles of what follows, if that takes its output.
             if self._may_pend(module, call, inputs):
                 return Pending.of(call, inputs, self.leader)
             # 4. In tiles of its own.
-            if joined or self.spec.alone:
+            if joined or self.alone:
                 result = run_tiled(call, inputs)
                 if swaps:
                     return result.transpose(1, 2)
@@ -210,7 +237,10 @@ class TiledPatch(Tiled, Patch):
         below = self.compiled_tile or below
         if type(module) is nn.Linear and self.below is None:
             below = partial(_run_linear, module, below)
-        return TileFunction.of(below, roots(module, self.spec.parts), id(self), whole=self.spec.parts is None)
+        parts = [part for root in roots(module, self.parts) for part in root.modules()]
+        # The hooks of a module that runs by its forward run around its tiles.
+        inside = parts[1:] if self.parts is None else parts
+        return TileFunction(below, module, parts, inside, id(self), self.name, self.tiling, self.plans)
 
     def decide(
         self, module: nn.Module, function: TileFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -230,7 +260,7 @@ class TiledPatch(Tiled, Patch):
         for part in function.inside:
             if has_hooks(part, _NO_USERS):
                 kind = type(part).__name__
-                name = self.spec.name
+                name = self.name
                 warn(
                     f"{name} runs untiled, because {kind} inside it has a hook, which would see tiles, not all tokens."
                     f" Put the hook on {name} itself to keep it tiled.",
@@ -238,7 +268,13 @@ class TiledPatch(Tiled, Patch):
                 )
                 return None
         # inputs
-        inputs, arguments = split_arguments(args, kwargs)
+        inputs: list[Tensor] = []
+        arguments: list[Any] = []
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                inputs.append(value)
+                value = TENSOR
+            arguments.append(value)
         hidden = None
         for tensor in inputs:
             if tensor.is_floating_point() and tensor.dim() > 1:
@@ -248,15 +284,15 @@ class TiledPatch(Tiled, Patch):
             return None
         # check and plan, in the first step: a rank with a short input must not wait for another that refuses
         tokens = Tokens(hidden.shape[:-1])
-        bounds = tile_bounds(self.tiling, tokens.count, hidden.shape[-1], self.spec.sizes)
-        call = TiledCall(function, inputs, arguments, tokens, bounds, self)
-        early = not self.spec.is_lone_norm and torch.is_grad_enabled() and tokens.count > 1
+        bounds = tile_bounds(self.tiling, tokens.count, hidden.shape[-1], self.sizes)
+        call = TiledCall(function, inputs, arguments, tuple(kwargs), tokens, bounds)
+        early = not self.is_lone_norm and torch.is_grad_enabled() and tokens.count > 1
         # That norms may run in tiles, and in those of what follows, is a guess: it is checked whatever the policy says.
-        checks = self.tiling.self_check or self.spec.is_lone_norm or function.joined
+        checks = self.tiling.self_check or self.is_lone_norm or function.joined
         if call.kind not in self.plans and (early or len(bounds) > 1):
             try:
                 if checks and is_real(inputs[0]):
-                    check_position_wise(call, inputs, self.owner)
+                    check_position_wise(call, inputs, self.needs.passed)
                 self.plans[call.kind] = find_plan(call, inputs)
             except NotPositionWiseError as error:
                 if not function.joined:
@@ -269,25 +305,24 @@ class TiledPatch(Tiled, Patch):
 
     def _step_back(self, module: nn.Module, error: NotPositionWiseError) -> None:
         """Warn that a module failed the self-check, and tile the experts of a mixture."""
-        spec = self.spec
         below = parts_below(module) if self.method == "forward" else []
-        if self.is_leader and spec.requested and not below:
+        if self.is_leader and self.requested and not below:
             raise error
         # From now on, because a recompute in the backward pass must repeat the forward pass.
         self.untiled = True
-        if not self.is_leader or spec.is_lone_norm:
+        if not self.is_leader or self.is_lone_norm:
             return
         instead = "Nobody named it, so it runs untiled."
         for path, part in below:
             instead = "Below its router its experts run in tiles."
             if get_patch(part, TiledPatch) is None:
-                tileable = Tileable(f"{spec.name}.{path}", part, named=spec.requested)
+                tileable = Tileable(f"{self.name}.{path}", part, named=self.requested)
                 patch_tiled(tileable, self.tiling, self.needs, self.owner)
-        warn(f"{error} {instead}", once=f"untiled {spec.kind}")
+        warn(f"{error} {instead}", once=f"untiled {self.kind}")
 
     def _may_pend(self, module: nn.Module, call: TiledCall, inputs: list[Tensor]) -> bool:
         """Whether the output may be pending, because what follows may take it: see NOTE [Pending]."""
-        if not (self.spec.pends and self.needs.pending and call.differentiable):
+        if not (self.pends and self.needs.pending and call.differentiable):
             return False
         # A recompute records nothing, and must run as the forward pass did.
         if call.plan.output is None or has_hooks(module, _NO_USERS) or is_recorded(call.function.inside):

@@ -30,11 +30,6 @@ from lt_tiled.tiling.run import TiledFunction, Trace, forward
 class Deferred(Tensor):
     """A tensor that is computed on first use. Subclasses say how, and what can be joined to it instead."""
 
-    @classmethod
-    def like(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
-        """Return an instance without memory."""
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-
     computed: Tensor | None = None
     """The plain tensor with its graph, once it was used. Its shape may have been changed in place since."""
 
@@ -47,10 +42,6 @@ class Deferred(Tensor):
         if self.computed is None:
             self.computed = self.compute()
         return self.computed
-
-    def data_value(self) -> Tensor:
-        """Return the plain tensor without a graph, for code below autograd."""
-        return self.value().detach()
 
     def joined(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a function that needs no value, else ``NotImplemented``."""
@@ -72,7 +63,7 @@ class Deferred(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = pytree.tree_map_only(Deferred, lambda t: t.data_value(), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(Deferred, lambda t: t.value().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -105,7 +96,7 @@ def none_left() -> Iterator[None]:
     for reference in inside:
         pending = reference()
         if pending is not None:
-            pending.data_value()
+            pending.value()
 
 
 _inside: ContextVar[list[weakref.ref[Pending]] | None] = ContextVar("pending_inside", default=None)
@@ -124,20 +115,19 @@ class Pending(Deferred):
     """Who may run it in its tiles."""
     hooks: Any
     """Those around that see saved tensors: a checkpoint inside of the block would not join again what is outside."""
-    _data: Tensor | None
 
     @classmethod
-    def of(cls, call: TiledCall, inputs: Sequence[Tensor], group: Any) -> Pending:
+    def of(cls, call: TiledCall, inputs: Sequence[Tensor], group: Any) -> Any:
         """Return the output of a call that runs on first use."""
         assert call.plan.output is not None
         tail, dtype = call.plan.output
-        pending: Pending = cls.like((*call.tokens.lead, *tail), dtype, call.device)
+        shape = (*call.tokens.lead, *tail)
+        pending: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=call.device)
         pending.call = call
         pending.inputs = inputs
         pending.versions = list(map(version_of, inputs))
         pending.group = group
         pending.box = []
-        pending._data = None
         pending.hooks = hooks_of_saved_tensors()
         inside = _inside.get()
         if inside is not None:
@@ -153,18 +143,9 @@ class Pending(Deferred):
             value: Tensor = _Value.apply(self)
         return value
 
-    def data_value(self) -> Tensor:
-        """Run the call, once, and return its output without a graph."""
-        if self._data is None:
-            with torch.inference_mode(False), torch.enable_grad(), self.call.precision.context():
-                (self._data,), trace = forward(self.call, self.inputs)
-            self.box.append(trace)
-            self.inputs = []
-        return self._data.detach()
-
     def may_join(self, group: Any) -> bool:
         """Whether what follows may run in the same tiles: nothing used it, and all is as it was before."""
-        if self.group is not group or self._data is not None or not torch.is_grad_enabled():
+        if self.group is not group or self.computed is not None or not torch.is_grad_enabled():
             return False
         if list(map(version_of, self.inputs)) != self.versions:
             return False
@@ -176,7 +157,11 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pending: Pending) -> Tensor:
-        return pending.data_value()
+        with pending.call.precision.context():
+            (output,), trace = forward(pending.call, pending.inputs)
+        pending.box.append(trace)
+        pending.inputs = []
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

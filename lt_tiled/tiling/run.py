@@ -109,7 +109,7 @@ def forward(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ..
             if not as_planned:
                 # Its code is another one than in the first call: from now on tiles are recomputed in full.
                 random.set()
-                call.tiled.plans[call.kind] = replace(plan, last=None)
+                call.function.plans[call.kind] = replace(plan, last=None)
                 return forward(call, inputs)
             assembly.add(index, output)
             del output
@@ -131,7 +131,7 @@ class Recompute:
         self.call = call
         self.trace = trace
         count = len(call.wants_grad)
-        accumulate = call.tiled.tiling.accumulate
+        accumulate = call.function.tiling.accumulate
         # 1. A leaf and a sum for each weight, and for each input that all tiles see whole.
         self.inputs = saved[:count]
         self.sums = [GradientSum(weight, accumulate) for weight in saved[count:]]

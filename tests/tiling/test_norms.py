@@ -35,7 +35,7 @@ class Attention(nn.Module):
     def forward(self, n: Tensor) -> Tensor:
         assert n.shape[-1] == n.size(-1) == H
         assert n.dim() == n.ndim == 3
-        self.met.append(isinstance(n, DeferredCall) and n._data is None)
+        self.met.append(isinstance(n, DeferredCall) and n.computed is None)
         added = self.use(n)
         attended = F.scaled_dot_product_attention(self.q(n), self.k(n), self.v(n), is_causal=True)
         return self.o(attended) + added
@@ -62,7 +62,7 @@ def tokens() -> Tensor:
 
 
 def norms(model: nn.Module) -> list[TiledPatch]:
-    return [p for m in model.modules() for p in get_patches(m, TiledPatch) if p.spec.is_lone_norm]
+    return [p for m in model.modules() for p in get_patches(m, TiledPatch) if p.is_lone_norm]
 
 
 def reshaped(n: Tensor) -> Tensor:

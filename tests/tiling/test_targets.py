@@ -77,6 +77,7 @@ def test_methods_as_targets() -> None:
             assert len(paths(model)) == count
             assert rows(model)
             clone, plain = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+        assert worst(gradients(clone, x), true) <= 1e-10
         assert rows(clone)
         assert not paths(plain)
         assert worst(gradients(plain, x), true) <= 1e-10
