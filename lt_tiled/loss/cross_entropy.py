@@ -16,7 +16,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The options of ``torch.nn.functional.cross_entropy``, with a cap and scale of the logits and a z-loss.
+    """The options of ``torch.nn.functional.cross_entropy``, with a cap of the logits and a z-loss.
 
     Raises:
         ValueError: If a value is out of bounds.
@@ -26,8 +26,6 @@ class CrossEntropy:
     label_smoothing: float = 0.0
     logit_softcap: float | None = None
     """Logits become ``cap * tanh(logits / cap)`` (Gemma 2, arXiv:2408.00118)."""
-    logit_scale: float = 1.0
-    """Logits are multiplied by it, before the cap."""
     z_loss: float = 0.0
     """Adds ``z_loss * logsumexp(logits)**2`` for each token that counts (PaLM, arXiv:2204.02311)."""
     reduction: Reduction = "mean"
@@ -39,8 +37,6 @@ class CrossEntropy:
             raise ValueError(f"label_smoothing={self.label_smoothing!r} must be between 0 and 1.")
         if self.logit_softcap is not None and not 0 < self.logit_softcap < math.inf:
             raise ValueError(f"logit_softcap={self.logit_softcap!r} must be positive and finite, or None for no cap.")
-        if not math.isfinite(self.logit_scale):
-            raise ValueError(f"logit_scale={self.logit_scale!r} must be finite.")
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss={self.z_loss!r} must be finite and at least 0.")
         if self.reduction not in ("mean", "sum", "none"):
@@ -67,10 +63,8 @@ class CrossEntropy:
         smooth = self.label_smoothing
         counted = self.counted(labels)
         chosen = labels.where(counted, 0)[:, None]  # [t, 1]
-        # 1. The logits, scaled and capped.
+        # 1. The logits, capped.
         values = logits  # [t, V]
-        if self.logit_scale != 1.0:
-            values = logits.to(wide) * self.logit_scale
         tanh: Tensor | None = None
         if self.logit_softcap is not None:
             tanh = (values.to(wide) / self.logit_softcap).tanh_()
@@ -87,7 +81,7 @@ class CrossEntropy:
         loss = loss.squeeze(-1).where(counted, 0.0)
         if factor is None:
             return loss
-        # 3. Their gradient: softmax less the label, and what smoothing, z-loss, cap and scale add.
+        # 3. Their gradient: softmax less the label, and what smoothing, z-loss and cap add.
         gradient = logs.exp_()
         if normalizer is not None:
             gradient.mul_(1 + 2 * self.z_loss * normalizer)
@@ -97,7 +91,7 @@ class CrossEntropy:
         if tanh is not None:
             gradient.mul_(tanh.square_().neg_().add_(1))
         # As in torch, nan stays nan where a label does not count.
-        torch.mul(gradient, (factor * self.logit_scale)[:, None], out=logits)
+        torch.mul(gradient, factor[:, None], out=logits)
         return loss
 
 

@@ -23,7 +23,6 @@ def tiled_linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
     logit_softcap: float | None = None,
-    logit_scale: float = 1.0,
     z_loss: float = 0.0,
     shift: bool = False,
     count: Count = None,
@@ -43,8 +42,7 @@ def tiled_linear_cross_entropy(
         ignore_index: The label of tokens to ignore. They are left out of the tiles.
         label_smoothing: As in ``torch.nn.functional.cross_entropy``.
         reduction: ``"mean"`` over the labels that are not ignored, ``"sum"``, or ``"none"`` for a loss per token.
-        logit_softcap: See :class:`~lt_tiled.loss.cross_entropy.CrossEntropy`, as for the next two.
-        logit_scale: A factor of the logits.
+        logit_softcap: See :class:`~lt_tiled.loss.cross_entropy.CrossEntropy`, as for the next one.
         z_loss: A penalty on the normalizer.
         shift: Whether token ``t`` predicts label ``t + 1`` along the labels' last dimension, as in causal models.
         count: The divisor of ``"mean"`` instead of the number of labels, such as its mean over all ranks, so that
@@ -57,7 +55,7 @@ def tiled_linear_cross_entropy(
         ValueError: If shapes do not fit or a value is out of bounds.
     """
     check_shapes(hidden, weight, labels, bias)
-    kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, logit_scale, z_loss, reduction)
+    kind = CrossEntropy(ignore_index, label_smoothing, logit_softcap, z_loss, reduction)
     if shift:
         labels = shifted(labels, ignore_index)
     weights = [weight] if bias is None else [weight, bias]
