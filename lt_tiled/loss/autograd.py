@@ -50,12 +50,11 @@ def loss_bounds(num_shards: int | Literal["auto"], tokens: int, hidden_size: int
 
 
 def loss_places(num_shards: int | Literal["auto"], hidden: Tensor, counted: Tensor) -> list[Tensor]:
-    """Return the indices of each tile's tokens: those whose label counts, or whose nan or inf spoil gradients."""
+    """Return the indices of each tile's tokens: those whose label counts."""
     bounds = loss_bounds(num_shards, len(hidden), hidden.shape[-1])
     rows = torch.arange(len(hidden), device=hidden.device)
     if is_real(hidden) and type(counted) is Tensor:  # and not in simulations
-        sums = hidden.sum(-1, dtype=wide_dtype(hidden))  # nan or inf, if one of them is
-        rows = (counted | ~sums.isfinite()).nonzero().squeeze(-1)
+        rows = counted.nonzero().squeeze(-1)
     size = max(1, bounds[0][1] - bounds[0][0])
     return list(rows.tensor_split(max(1, math.ceil(len(rows) / size))))
 
@@ -100,8 +99,7 @@ def _divisor(kind: CrossEntropy, labels: Tensor, count: Count) -> Tensor:
     is_number = isinstance(count, int | float) and 0 < count < math.inf
     if not is_number and not isinstance(count, Tensor):
         raise ValueError(f"count={count!r} must be a positive number or None.")
-    given = torch.as_tensor(count, dtype=torch.float64, device=labels.device).detach().view(())
-    return given.where(given != 0, torch.nan)
+    return torch.as_tensor(count, dtype=torch.float64, device=labels.device).detach().view(())
 
 
 @dataclass(frozen=True)
@@ -204,10 +202,7 @@ class _TiledLoss(torch.autograd.Function):
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """Multiply a gradient and round once: a factor in 16 bits would have an error of its own."""
     result = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-    for part, into in zip(gradient.flatten().split(_PART), result.view(-1).split(_PART), strict=True):
-        torch.mul(part.to(wide_dtype(part)), factor, out=into)
-    return result
+    return torch.mul(gradient, factor.expand(gradient.shape), out=result)  # a scalar would be rounded to its dtype
 
 
-_PART = 2**24
 _REMEDY = "compute it from full logits (loss=False)"

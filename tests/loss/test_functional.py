@@ -25,9 +25,8 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"label_smoothing": 0.1},
     {"logit_softcap": 2.0},
-    {"logit_scale": 0.3},
     {"z_loss": 1e-2},
-    {"label_smoothing": 0.2, "logit_softcap": 3.0, "logit_scale": 0.5, "z_loss": 1e-2},
+    {"label_smoothing": 0.2, "logit_softcap": 3.0, "z_loss": 1e-2},
     {"ignore_index": 5},
 ]
 
@@ -37,7 +36,7 @@ def untiled(
 ) -> Tensor:
     """What torch computes from whole logits."""
     cap, z_loss, ignore = options.get("logit_softcap"), options.get("z_loss", 0.0), options.get("ignore_index", -100)
-    logits = F.linear(hidden, weight, bias) * options.get("logit_scale", 1.0)
+    logits = F.linear(hidden, weight, bias)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
@@ -170,16 +169,12 @@ def test_labels_are_shifted_once() -> None:
 
 
 def test_count() -> None:
-    """A count to divide by takes the place of the labels that count here, in the loss and in its gradients; divided by
-    a tensor of zero both are nan.
-    """
+    """A count to divide by takes the place of the labels that count here, in the loss and in its gradients."""
     hidden, weight, labels, _ = some()
     true = differentiated(untiled(hidden, weight, labels, reduction="sum") / 100, [hidden, weight])
     for count in (100, torch.tensor(100)):
         loss = tiled_linear_cross_entropy(hidden, weight, labels, count=count)
         assert error(differentiated(loss, [hidden, weight]), true) <= 1e-12
-    loss = tiled_linear_cross_entropy(hidden, weight, labels, count=torch.tensor(0))
-    assert all(bool(value.isnan().all()) for value in differentiated(loss, [weight]))
 
 
 @pytest.mark.parametrize("ignored", [0, 32])
@@ -235,7 +230,7 @@ def peak_in_logits(dtype: torch.dtype, **options: Any) -> float:
     [
         (torch.float32, {}, 1.2),
         (torch.bfloat16, {}, 1.6),
-        (torch.bfloat16, {"logit_softcap": 3.0, "logit_scale": 0.5}, 1.8),
+        (torch.bfloat16, {"logit_softcap": 3.0}, 1.8),
         (torch.bfloat16, {"z_loss": 1e-2, "label_smoothing": 0.1}, 1.6),
         (torch.bfloat16, {"ignored": 512}, 1.6),
         (torch.bfloat16, {"vocab": 2048}, 2.5),
@@ -325,7 +320,6 @@ def test_token_logprobs() -> None:
     [
         ({"label_smoothing": 1.5}, r"label_smoothing=1.5 must be between 0 and 1"),
         ({"logit_softcap": 0.0}, r"logit_softcap=0.0 must be positive"),
-        ({"logit_scale": float("nan")}, r"logit_scale=nan must be finite"),
         ({"z_loss": -1.0}, r"z_loss=-1.0 must be finite and at least 0"),
         ({"ignore_index": 1.5}, r"ignore_index=1.5 must be an integer"),
         ({"reduction": "max"}, r"reduction='max' must be"),
@@ -386,28 +380,6 @@ def test_float16_over_many_tokens() -> None:
         loss = tiled_linear_cross_entropy(hidden, weight, labels, num_shards=shards) * scale
         found = torch.autograd.grad(loss, [hidden, weight])
         assert less_accurate(*map(named, (found, full, true)), torch.float16) == {}
-
-
-@pytest.mark.low_precision
-@pytest.mark.parametrize("how", [{"reduction": "sum"}, {"reduction": "mean"}, {"count": 700}], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_float16_rounds_no_more_than_full_logits(options: dict[str, Any], how: dict[str, Any]) -> None:
-    """In float16 the gradients of each reduction and option are as close to float64 as those of full logits. They had
-    up to 1.6 times the error, because they were multiplied, after the products, by what is no power of two.
-    """
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1000, 64, generator=generator).half().requires_grad_()
-    weight = (torch.randn(257, 64, generator=generator) / 8).half().requires_grad_()
-    labels = torch.randint(257, (1000,), generator=generator)
-    exact = [hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
-    reduction, count = how.get("reduction", "sum"), how.get("count", 1)
-    true = torch.autograd.grad(untiled(*exact, labels, reduction=reduction, **options) / count, exact)
-    full = torch.autograd.grad(
-        untiled(hidden, weight, labels, reduction=reduction, **options) / count, [hidden, weight]
-    )
-    loss = tiled_linear_cross_entropy(hidden, weight, labels, num_shards=3, **how, **options)
-    for found, whole, right in zip(torch.autograd.grad(loss, [hidden, weight]), full, true, strict=True):
-        assert (found - right).norm() <= 1.02 * (whole - right).norm()
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -252,23 +252,6 @@ def test_heads_that_change_before_the_backward_pass(change: Any) -> None:
             loss.backward()
 
 
-def test_release_before_the_backward_pass() -> None:
-    """The losses of single tokens draw the same random numbers again, also after the model was restored."""
-    torch.manual_seed(0)
-    model: Any = ByUse(tiny_llama().config).double().train()
-    model.use = loss_of_single_tokens
-    model.lm_head.__class__ = DroppingHead
-    found = []
-    for loss in (False, True):  # in one tile, which draws the mask that untiled logits have
-        with prepare(model, loss=loss):
-            torch.manual_seed(1)
-            output = model(input_ids=IDS, labels=IDS)
-        output.loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        model.zero_grad(set_to_none=True)
-    assert worst(found[1], found[0]) <= 1e-6
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
 def test_labels_that_torch_refuses(dtype: torch.dtype) -> None:
     """Labels that ``F.cross_entropy`` refuses are refused by it."""
