@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lt_tiled.errors import OffloadDiskFullError, OffloadError
 from lt_tiled.memory import gib
-from lt_tiled.offload.pinned import ALIGNMENT, Buffer, CPUMemory, Stored, aligned
+from lt_tiled.offload.pinned import Buffer, CPUMemory, Stored, aligned
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REMEDIES = {
@@ -153,8 +153,6 @@ class Disk:
                     raise self._error(f"cannot {verb} {gib(place.nbytes)}", error) from error
                 left = left[moved:]
                 offset += moved
-                if direct and offset % ALIGNMENT:  # the next call would not be aligned
-                    self._set_direct(False)
 
     def _set_direct(self, direct: bool) -> None:
         """Set or clear ``O_DIRECT``, which some filesystems refuse at once and some in the first call."""

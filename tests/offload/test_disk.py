@@ -54,23 +54,17 @@ def test_every_length_comes_back(disk: Disk, tmp_path: Path, monkeypatch: pytest
 
 
 def test_o_direct_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A filesystem that refuses ``O_DIRECT``, when the file is opened, in the first call or behind a part of 512 bytes,
-    is used through the page cache.
-    """
+    """A filesystem that refuses ``O_DIRECT``, at once or in the first call, is used through the page cache."""
 
     def refuse(file: int, command: int, flags: int = 0) -> int:
         raise OSError(errno.EINVAL, "invalid")
 
-    def crumbs(real: Any, file: int, buffers: list[memoryview], offset: int) -> int:
-        return real(file, [buffers[0][:512]], offset)
-
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "fcntl", refuse)
         disks = [Disk(str(tmp_path))]
-    for fault in (fail(errno.EINVAL), crumbs):
-        disks.append(Disk(str(tmp_path)))
-        with nth_call("pwritev", 1, fault):
-            put(disks[-1])
+    disks.append(Disk(str(tmp_path)))
+    with nth_call("pwritev", 1, fail(errno.EINVAL)):
+        put(disks[-1])
     for disk in disks:
         assert not disk.direct
         assert right(disk, put(disk))
