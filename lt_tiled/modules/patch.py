@@ -53,7 +53,6 @@ class Order(IntEnum):
     DOOR = auto()  # ranks begin to share the sequences of a model, or of its blocks
     POSITIONS = auto()  # masks and rotary tables of shared sequences are those of all tokens
     CHECKPOINT = auto()  # a block is recomputed in the backward pass, with all that follows
-    BLOCK = auto()  # a block whose sequence ranks share, in its recompute as well
     CALLER = auto()  # a model notes whether its caller wants a loss
     PARENT = auto()  # what is pending inside of a block is computed before the block returns
     HEAD = auto()  # a head defers its logits

@@ -1,4 +1,4 @@
-"""Where attention is found: in the attention functions of transformers, and in calls of torch's function.
+"""Where attention is found: in the attention functions of transformers, and in torch's own.
 
 Outside of a shared pass it is computed as always, and a block with activation checkpointing may keep it.
 """
@@ -8,13 +8,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lt_tiled.recompute.keep import attending
 from lt_tiled.sequence_parallel.exchange import over_heads
@@ -124,29 +122,19 @@ def _mask_of(state: UlyssesState, mask: Any, mine: list[int], heads: int) -> Any
 # In hand-written models
 
 
-class AttentionMode(TorchFunctionMode):
-    """Lets ``F.scaled_dot_product_attention`` attend to the tokens of all ranks in a shared pass."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        state = shared_pass.get()
-        if state is not None and func is F.scaled_dot_product_attention:
-            func = partial(_sdpa, state)
-        return func(*args, **(kwargs or {}))
-
-
-def _sdpa(
-    state: UlyssesState, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **options: Any
+def sdpa(
+    state: Any, function: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **more: Any
 ) -> Tensor:
     """Run torch's attention on the tokens of all ranks."""
     heads = query.shape[1]
     if attn_mask is not None and attn_mask.dim() == 2:
         attn_mask = attn_mask[None]  # of queries and keys, where transformers means padding
 
-    def compute(mine: list[int], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def compute(mine: list[int], query: Tensor, key: Tensor, value: Tensor) -> Any:
         mask = _mask_of(state, attn_mask, mine, heads)
         if query.shape[1] == key.shape[1]:  # or one key head is broadcast
-            options["enable_gqa"] = False
-        return F.scaled_dot_product_attention(query, key, value, mask, *args, **options)
+            more["enable_gqa"] = False
+        return function(query, key, value, mask, *args, **more)
 
     return over_heads(state, "attention", ATTENTION, {"query": query, "key": key, "value": value}, compute)
 

@@ -6,9 +6,8 @@ names is shared as if it were the only block.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +17,6 @@ from lt_tiled.modules.cache import has_cache
 from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.recompute.mode import is_backward
 from lt_tiled.sequence_parallel.arguments import Call
-from lt_tiled.sequence_parallel.attention import AttentionMode
 from lt_tiled.sequence_parallel.exchange import block_name
 from lt_tiled.sequence_parallel.groups import check_same_batch
 from lt_tiled.sequence_parallel.self_check import check_once, checking, run_block
@@ -26,22 +24,6 @@ from lt_tiled.sequence_parallel.ulysses import Door, UlyssesState, held, shared_
 
 batch: ContextVar[Call | None] = ContextVar("batch", default=None)
 """The call of the model that calls the blocks, whose arguments are the batch."""
-
-
-@dataclass(eq=False)
-class BlockScope(Patch):
-    """On each block, below its activation checkpointing: names the block, and finds attention inside."""
-
-    order = Order.BLOCK
-    door: Door
-    name: str
-
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if shared_pass.get() is None:
-            return self.inner(module, *args, **kwargs)
-        mode = AttentionMode() if self.door.finds_attention else nullcontext()
-        with held(block_name, self.name), mode:
-            return self.inner(module, *args, **kwargs)
 
 
 @dataclass(eq=False)
@@ -53,7 +35,6 @@ class SharedBlock(Patch):
     name: str  # in messages
     first: bool
     last: bool
-    checked: dict[bool, int] = field(default_factory=dict)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(module, args, kwargs)
@@ -68,6 +49,7 @@ class SharedBlock(Patch):
                 " recompute the tokens of one rank. Use lt_tiled's (activation_checkpointing=True) in place of"
                 " gradient_checkpointing_enable() or torch's checkpoint."
             )
+        block_name.set(self.name)
         if state is None and self.first and not is_whole:
             return self._first(call)
         if state is None or state.to_loss:
@@ -81,20 +63,15 @@ class SharedBlock(Patch):
             return call.run(self.inner)
         check_same_batch(self.door.owner, self.door.group, (batch.get() or call).arguments)
         if self.door.caller is None and checking.get() is None:
-            check_once(self.door, self.checked, call, self)
+            check_once(self.door, call, self)
         state = self.door.state(tokens.shape[1], positions=call.arguments.get("position_ids"))
-        shared_pass.set(state)
         return self._shared(state, call)
 
     def _shared(self, state: UlyssesState, call: Call) -> Any:
         """Run a block on the rank's own tokens. The last one returns the hidden states of all tokens."""
-        try:
+        with held(shared_pass, state):  # an error in the first one begins no pass
             output = run_block(self.name, call.cut(self.name, state.total, state.own), self.inner, state)
-        except BaseException:
-            shared_pass.set(None)
-            raise
-        if self.last:
-            shared_pass.set(None)
+        shared_pass.set(None if self.last else state)
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         if len(leaves) != 1 or leaves[0].dim() < 2 or leaves[0].shape[1] != state.length:
             shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)

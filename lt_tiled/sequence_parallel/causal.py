@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -38,7 +38,6 @@ class SharedModel(Patch):
     door: Door
     rotary: bool
     """Whether positions are rotary tables, so that nothing else before the blocks needs all tokens."""
-    checked: dict[bool, int] = field(default_factory=dict)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = Call(module, args, kwargs)
@@ -59,7 +58,7 @@ class SharedModel(Patch):
         # Ranks may generate apart, so these calls are not compared.
         trains = door.hand_written or module.training or call.arguments.get("labels") is not None
         if trains and check is None and not is_partial(call):
-            check_once(door, self.checked, call, self)
+            check_once(door, call, self)
         return self._to_loss(call) if to_loss else self._by_blocks(call, trains)
 
     def _is_shared_to_loss(self, call: Call) -> bool:
@@ -98,7 +97,7 @@ class SharedModel(Patch):
         with held(batch, call), held(shared_pass, None):
             output = call.run(self.inner)
             if trains:  # a rank that left out its first block has exchanged nothing
-                check_same_block(self.door.owner, self.door.group, "the end of the call")
+                check_same_block(self.door.group, f"{self.door.owner}: the end of the call")
             if shared_pass.get() is not None:
                 raise ValueError(
                     f"{self.door.owner}: the last of the blocks was not called after it began to share the sequence."

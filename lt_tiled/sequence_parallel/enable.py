@@ -8,18 +8,18 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import leave_out_caches
 from lt_tiled.modules.find import find_named, has_class, has_forward, outermost, walk_all
-from lt_tiled.modules.patch import get_patch, patch_until
+from lt_tiled.modules.patch import patch_until
 from lt_tiled.policies import SequenceParallel
-from lt_tiled.recompute.blocks import BlockPatch
 from lt_tiled.sequence_parallel.arguments import RotaryPatch, find_rotary
-from lt_tiled.sequence_parallel.attention import calls_attention, share_interface
-from lt_tiled.sequence_parallel.blocks import BlockScope, SharedBlock
+from lt_tiled.sequence_parallel.attention import calls_attention, replace, sdpa, share_interface
+from lt_tiled.sequence_parallel.blocks import SharedBlock
 from lt_tiled.sequence_parallel.causal import DecoderPatch, SharedModel
 from lt_tiled.sequence_parallel.self_check import TOKENS
 from lt_tiled.sequence_parallel.states import replace_functions
@@ -36,13 +36,11 @@ def enable(door: Door, undo: ExitStack) -> None:
     modules = [block for _, block in door.blocks]
     for path, block in door.blocks:
         patch_until(undo, block, SharedBlock(door, f"{door.owner}: {path}", block is modules[0], block is modules[-1]))
-        patch_until(undo, block, BlockScope(door, path))
-        for name, part in block.named_modules():  # blocks in a named module, which are recomputed apart from it
-            if part is not block and get_patch(part, BlockPatch) is not None:
-                patch_until(undo, part, BlockScope(door, f"{path}.{name}"))
     replace_functions(modules, undo)
     if not door.hand_written:
         share_interface(undo)
+    if door.finds_attention:
+        replace(vars(F), "scaled_dot_product_attention", sdpa, undo)
     # 2. What computes positions for them.
     rotary = find_rotary(modules if caller is None else [caller])
     for part in rotary:

@@ -19,7 +19,7 @@ from lt_tiled.sequence_parallel.groups import all_to_all, check_same_block, name
 from lt_tiled.sequence_parallel.ulysses import UlyssesState, held, shared_pass
 
 block_name: ContextVar[str] = ContextVar("block_name", default="")
-"""The block that runs."""
+"""The block that began last."""
 
 
 def head_shards(heads: int, key_heads: int, size: int) -> dict[str, list[list[int]]]:
@@ -47,7 +47,7 @@ def head_shards(heads: int, key_heads: int, size: int) -> dict[str, list[list[in
 
 def next_exchange(state: UlyssesState, function: str) -> None:
     """Agree with the other ranks on what exchanges tokens next, and note it."""
-    check_same_block(state.owner, state.group, f"{function} in {block_name.get()}")
+    check_same_block(state.group, f"{block_name.get()}: {function}")
     state.exchanges.append(function)
 
 

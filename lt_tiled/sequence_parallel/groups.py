@@ -108,13 +108,13 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield leaf
 
 
-def check_same_block(owner: str, group: Any, block: str) -> None:
+def check_same_block(group: Any, event: str) -> None:
     """Raise ``ValueError`` on all ranks unless each of them exchanges tokens in the same block next."""
     if is_backward() or not isinstance(group, dist.ProcessGroup):  # a recompute repeats what they agreed on
         return
-    if not _is_same(group, block):
+    if not _is_same(group, event):
         raise ValueError(
-            f"{owner}: {block} comes next on this rank, and something else on another rank of the group."
+            f"{event} comes next on this rank, and something else on another rank of the group."
             " A block may leave itself out at random: draw the same numbers on all ranks, or leave none out."
         )
 

@@ -105,15 +105,12 @@ def run_block(name: str, call: Call, inner: Callable[..., Any], state: UlyssesSt
     return output
 
 
-def check_once(door: Door, passed: dict[bool, int], call: Call, forward: Callable[..., Any]) -> None:
-    """Compare a call with itself as ``forward`` shares it. All ranks raise ``ValueError`` if one finds a difference.
-
-    ``passed`` has the number of the door's lengths that checked sequences were beyond, for each training mode.
-    """
+def check_once(door: Door, call: Call, forward: Callable[..., Any]) -> None:
+    """Compare a call with itself as ``forward`` shares it. All ranks raise ``ValueError`` if one finds a difference."""
     training = call.module.training
     total = 0 if call.tokens is None else call.tokens.shape[1]
     below = [length for length in door.lengths if length < total]
-    if not door.policy.self_check or len(below) <= passed.get(training, -1):
+    if not door.policy.self_check or len(below) <= door.checked.get(training, -1):
         return
     check_same_batch(door.owner, door.group, call.arguments)
     # 1. As many tokens as that takes, the same ones on all ranks: dropout in front of the module makes others on each.
@@ -128,7 +125,7 @@ def check_once(door: Door, passed: dict[bool, int], call: Call, forward: Callabl
     if not _compared(door, call, forward, training, most < total):
         _compared(door, call, forward, False, most < total)
     if total == 0 or total >= 4 * door.policy.size:  # a few tokens may be alike
-        passed[training] = len(below)
+        door.checked[training] = len(below)
 
 
 def _compared(door: Door, call: Call, forward: Callable[..., Any], training: bool, is_cut: bool) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.sequence_parallel.attention import attend, replace
+from lt_tiled.sequence_parallel.attention import attend, replace, sdpa
 from lt_tiled.sequence_parallel.exchange import next_exchange, over_heads
 from lt_tiled.sequence_parallel.groups import all_gather, name_of
 from lt_tiled.sequence_parallel.ulysses import UlyssesState
@@ -103,6 +103,7 @@ def _without_padding(state: UlyssesState, function: Callable[..., Tensor], hidde
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "eager_attention_forward": attend,
+    "scaled_dot_product_attention": sdpa,
     "torch_chunk_gated_delta_rule": partial(_rule, DELTA),
     "chunk_kimi_delta_attention": partial(_rule, DELTA),
     "mamba2_chunk_scan": partial(_rule, SCAN),

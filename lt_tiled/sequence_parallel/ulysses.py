@@ -82,7 +82,7 @@ class UlyssesState:
                 f"{self.owner} shared its sequences, and no attention saw all tokens: use attention of transformers, or"
                 " F.scaled_dot_product_attention, in its blocks."
             )
-        check_same_block(self.owner, self.group, "the end of the blocks")
+        check_same_block(self.group, f"{self.owner}: the end of the blocks")
 
     def own(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return a copy of the rank's own tokens: ``[B, S, ...]`` becomes ``[B, length, ...]``."""
@@ -121,11 +121,13 @@ class Door:
     blocks: Sequence[tuple[str, nn.Module]]
     """The modules, with their paths, from whose first to whose last one a pass is shared."""
     finds_attention: bool = True
-    """Whether a mode finds attention, because the model calls ``F.scaled_dot_product_attention`` itself."""
+    """Whether the model calls ``F.scaled_dot_product_attention`` itself."""
     hand_written: bool = True
     """Whether the model is not one of transformers."""
     lengths: Sequence[int] = ()
     """Numbers of tokens above which the model may compute otherwise."""
+    checked: dict[bool, int] = field(default_factory=dict)
+    """How many of these lengths checked sequences were beyond, for each training mode."""
 
     def state(self, total: int, **known: Any) -> UlyssesState:
         """Return the state of a forward pass on so many tokens."""

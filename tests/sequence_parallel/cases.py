@@ -10,8 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.models import H
 from tests.sequence_parallel.hybrids import HYBRIDS, causal
-from tests.sequence_parallel.models import GPT, Between, OwnAttention, Pooled, WithBody, hand_written, ids, varlen_like
+from tests.sequence_parallel.models import (
+    GPT,
+    VOCAB,
+    Between,
+    OwnAttention,
+    Pooled,
+    WithBody,
+    hand_written,
+    ids,
+    varlen_like,
+)
 
 # What a model is given
 
@@ -113,6 +124,12 @@ def with_own_loss() -> nn.Module:
     return model
 
 
+def encoder() -> nn.Module:
+    """Blocks of torch."""
+    layers = [nn.TransformerEncoderLayer(H, 4, 16, batch_first=True, dropout=0.0) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(VOCAB, H), nn.Sequential(*layers)).double()
+
+
 SWITCH = 24
 """The number of tokens above which rotary tables are others."""
 AROUND_SWITCH = (SWITCH - 5, SWITCH + 13, SWITCH - 5, SWITCH + 1)
@@ -181,6 +198,7 @@ CASES = {
         hand_written(GPT), lambda x: labeled(x) | {"window": torch.arange(5, 9).view(4, 1, 1)}
     ),
     "hand-written, own attention": Case(hand_written(OwnAttention, True)),
+    "nn.TransformerEncoderLayer": Case(encoder, lambda x: {"input": x}),
     "named module": Case(hand_written(WithBody), half_ignored, (38, 19), targets="body"),
     "a block twice": Case(hand_written(Pooled, (0, 0, 1, 1, 2)), ids_alone),
     "code between blocks": Case(hand_written(Between, "scale"), ids_alone),

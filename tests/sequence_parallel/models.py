@@ -23,7 +23,8 @@ def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
 class Attention(nn.Module):
     """Causal attention with any numbers of heads, as hand-written models have it."""
 
-    function: Any = staticmethod(F.scaled_dot_product_attention)
+    function: Any = None
+    """Instead of torch's."""
 
     def __init__(self, heads: int = 4, keys: int = 2, width: int = 4) -> None:
         super().__init__()
@@ -35,7 +36,8 @@ class Attention(nn.Module):
         parts = self.qkv(x).split([n * self.width for n in (self.heads, self.keys, self.keys)], -1)
         q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in parts)
         grouped = self.heads != self.keys
-        out = self.function(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        function = self.function or F.scaled_dot_product_attention
+        out = function(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         return self.out(out.transpose(1, 2).flatten(2))
 
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lt_tiled
-from tests.models import AttachedLoss, H
+from lt_tiled import SequenceParallel
+from tests.models import AttachedLoss
 from tests.sequence_parallel.cases import DYNAMIC, LONGROPE, SWITCH, Case, ids_alone, labeled, llama, no_labels
 from tests.sequence_parallel.hybrids import causal
-from tests.sequence_parallel.models import GPT, VOCAB, Between, Coded, OwnAttention, Pooled, hand_written, ids
+from tests.sequence_parallel.models import GPT, Between, Coded, OwnAttention, Pooled, hand_written, ids
 from tests.sequence_parallel.runs import shared
 from tests.world import World
 
@@ -96,12 +97,6 @@ class Recomputed(Pooled):
         return x.mean(1).square().sum()
 
 
-def multihead() -> nn.Module:
-    """Blocks of torch, whose attention cannot be shared."""
-    layers = [nn.TransformerEncoderLayer(H, 4, 16, batch_first=True, dropout=0.0) for _ in range(2)]
-    return nn.Sequential(nn.Embedding(VOCAB, H), nn.Sequential(*layers)).double()
-
-
 def own_checkpointing() -> nn.Module:
     model: Any = causal("llama")()
     model.gradient_checkpointing_enable()
@@ -132,7 +127,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "loss that is attached": (pooled(attaches_a_loss), "has another loss attached"),
     "loss in an attribute": (pooled(keeps_a_loss), "has another loss in an attribute"),
     "attribute": (Case(positioned, ids_alone), "Pass blocks what they read as arguments"),
-    "nn.TransformerEncoderLayer": (Case(multihead, lambda x: {"input": x}), _UNSEEN),
     "kernel of a layer": (Case(kernel_of_a_layer), _MIXES),
     "mean between blocks": (Case(hand_written(Between, "center"), ids_alone), "when 2 ranks share the sequence"),
     "loss of each block": (Case(hand_written(Between, "loss"), ids_alone), "when 2 ranks share the sequence"),
@@ -196,8 +190,8 @@ def test_longer_than_the_configuration_names(name: str, labels: bool, world: Wor
     assert world(refused_above, name, labels) == [[False, False, True]] * 2
 
 
-def after_an_error() -> tuple[float, float]:
-    """What a block counts in a buffer in one call, and the difference that a call makes that failed before."""
+def after_an_error(targets: str) -> tuple[float, float]:
+    """What a block counts in a buffer in one call, and the error of a shorter call behind one that failed."""
     model, x = GPT(), ids(2, 36)
     mlp = model.blocks[0].mlp
     mlp.register_buffer("calls", torch.zeros(()))
@@ -211,19 +205,20 @@ def after_an_error() -> tuple[float, float]:
         return act(x)
 
     with torch.no_grad():
-        plain = model(x)
+        plain = model(x[:, 1:])
         mlp.act = counts
-        with lt_tiled.prepare(model, sequence_parallel=2):
+        with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(2, targets=targets)):
             model(x)
             mlp.act = fails
             with pytest.raises(ArithmeticError):
                 model(x)
             mlp.act = act
-            return float(mlp.calls), float((model(x) - plain).abs().max())
+            return float(mlp.calls), float((model(x[:, 1:]) - plain).abs().max())
 
 
-def test_what_a_check_and_an_error_leave(world: World) -> None:
+@pytest.mark.parametrize("targets", ["auto", "blocks.0"])
+def test_what_a_check_and_an_error_leave(targets: str, world: World) -> None:
     """The self-check leaves buffers as they were, and a call that fails no shared pass."""
-    for calls, error in world(after_an_error):
+    for calls, error in world(after_an_error, targets):
         assert calls == 1
         assert error < 1e-5
