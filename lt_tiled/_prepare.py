@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -34,7 +34,6 @@ from lt_tiled.recompute.keep import is_attention, policy_of
 from lt_tiled.report import Report
 from lt_tiled.sequence_parallel.enable import enable, find_doors, reach_attention
 from lt_tiled.sequence_parallel.groups import group_of
-from lt_tiled.sequence_parallel.ulysses import Door
 from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled
 
@@ -63,51 +62,22 @@ class AppliesPolicies:
         if all(prepared.model is not model for prepared in self.prepared):
             self.prepared.append(Prepared(model, self))
 
-    def release(self) -> None:
-        """Restore every model."""
-        while self.prepared:
-            self.prepared.pop().release()
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What the policies name in a model, and nothing has prepared yet."""
-
-    tiled: Sequence[Tileable]
-    losses: Sequence[tuple[str, nn.Module]]
-    blocks: Sequence[tuple[str, nn.Module]]
-    doors: Sequence[Door]
-
-
-def select(model: nn.Module, policies: AppliesPolicies) -> Selection:
-    """Find what the policies name, and change nothing. Raise ``ValueError`` if a policy names what is not there."""
-
-    def find(function: Callable[..., list[Any]], policy: Any, *args: Any) -> list[Any]:
-        """Return what a policy names. Warn, and raise only if it is strict, where it finds nothing."""
+    def modules_of(self, policy: Any, find: Callable[[Any], list[Any]]) -> list[Any]:
+        """Return the modules that a policy names. Warn, and raise only if these are strict, where it finds nothing."""
         if policy is None:
             return []
         try:
-            return function(model, *args)
+            return find(policy)
         except NothingFoundError as error:
-            if policies.strict:
+            if self.strict:
                 raise
             warn(f"{error} The model trains without it.")
             return []
 
-    # 1. What each policy names.
-    checkpointing = policies.activation_checkpointing
-    sharing = policies.sequence_parallel
-    tiled = find(find_tileable, policies.tiling, policies.tiling)
-    losses = find(find_losses, policies.loss)
-    blocks = find(find_checkpointable, checkpointing, checkpointing)
-    doors = find(find_doors, sharing, sharing, policies.sequence_group)
-    # 2. Without what another call prepared, or a user tiled.
-    new_tiled = [found for found in tiled if get_patch(found.module, TiledPatch, found.method) is None]
-    new_blocks = [(path, block) for path, block in blocks if get_patch(block, BlockPatch) is None]
-    if before := len(tiled) - len(new_tiled) + len(blocks) - len(new_blocks):
-        kind = type(model).__name__
-        warn(f"{before} modules of {kind} are prepared already and stay as they are: release what prepared them first.")
-    return Selection(new_tiled, losses, new_blocks, doors)
+    def release(self) -> None:
+        """Restore every model."""
+        while self.prepared:
+            self.prepared.pop().release()
 
 
 class Prepared(AbstractContextManager["Prepared"]):
@@ -119,49 +89,65 @@ class Prepared(AbstractContextManager["Prepared"]):
     def __init__(self, model: nn.Module, policies: AppliesPolicies) -> None:
         self.model = model
         self.offloader: Offloader | None = None
-        # An error leaves the model as it was: first because nothing is changed yet, then because the stack undoes it.
-        selection = select(model, policies)
+        # 1. What each policy names. An error leaves the model as it was, because nothing is changed yet.
+        tiled: list[Tileable] = policies.modules_of(policies.tiling, partial(find_tileable, model))
+        losses = policies.modules_of(policies.loss, lambda _: find_losses(model))
+        blocks = policies.modules_of(policies.activation_checkpointing, partial(find_checkpointable, model))
+        doors = policies.modules_of(
+            policies.sequence_parallel, partial(find_doors, model, group=policies.sequence_group)
+        )
+        # 2. Without what another call prepared, or a user tiled.
+        new_tiled = [found for found in tiled if get_patch(found.module, TiledPatch, found.method) is None]
+        new_blocks = [(path, block) for path, block in blocks if get_patch(block, BlockPatch) is None]
+        if before := len(tiled) - len(new_tiled) + len(blocks) - len(new_blocks):
+            kind = type(model).__name__
+            warn(f"{before} modules of {kind} are prepared already and stay so: release what prepared them first.")
+        # 3. Change the model. The stack undoes it, also after an error.
         with ExitStack() as undo:
-            self._tile(selection, policies, undo)
-            self._checkpoint(selection, policies, undo)
-            for door in selection.doors:
+            self._tile(new_tiled, losses, policies, undo)
+            self._checkpoint(new_blocks, policies, undo)
+            for door in doors:
                 enable(door, undo)
             self._undo = undo.pop_all()
         inform(self.report().summary())
 
-    def _tile(self, selection: Selection, policies: AppliesPolicies, undo: ExitStack) -> None:
+    def _tile(self, tiled: list[Tileable], losses: list[Any], policies: AppliesPolicies, undo: ExitStack) -> None:
         """Run modules and losses in tiles, until ``undo`` is closed."""
         owner = object()
         needs = policies.needs or Engine(self.model)
         undo.callback(restore_leaves, self.model)  # the last one: leaf modules are those with tiles
         undo.callback(remove_patches, self.model, owner)
         if policies.tiling is not None:
-            for tileable in selection.tiled:
+            for tileable in tiled:
                 patch_tiled(tileable, policies.tiling, needs, owner)
         if policies.loss is not None:
-            patch_losses(selection.losses, policies.loss, owner)
+            patch_losses(losses, policies.loss, owner)
         patch_leaves(self.model)
 
-    def _checkpoint(self, selection: Selection, policies: AppliesPolicies, undo: ExitStack) -> None:
+    def _checkpoint(self, blocks: list[tuple[str, nn.Module]], policies: AppliesPolicies, undo: ExitStack) -> None:
         """Run blocks with activation checkpointing, until ``undo`` is closed."""
         policy = policies.activation_checkpointing
-        if policy is None or not selection.blocks:
+        if policy is None or not blocks:
             return
+        # 1. Where block inputs go, if the policy moves them.
         if policy.offload is not None:
             self.offloader = policies.build_offloader(policy, policies.ranks_per_node)
             undo.callback(self.offloader.close)
+        # 2. What blocks save besides. Attention of transformers is found by its interface, other attention by a mode.
         keep = policy_of(policy.keep)
         need_mode: set[nn.Module] = set()
         if keep is is_attention:
-            need_mode = reach_attention(self.model, selection.blocks, undo)
+            need_mode = reach_attention(self.model, blocks, undo)
+        # 3. The blocks themselves. What the model would recompute by itself would run a second time.
         for module in turn_off_own_checkpointing(self.model):
             undo.callback(setattr, module, "gradient_checkpointing", True)
-        for path, block in selection.blocks:
+        for path, block in blocks:
             offload: BlockOffload | None = None
             if self.offloader is not None:
                 offload = BlockOffload(self.offloader, path, self.model)
             name = f"{path} ({type(block).__name__})"
             patch_until(undo, block, BlockPatch(name, offload, keep, block in need_mode, policy.compare == "raise"))
+        # 4. A cache would hold the keys and values of all layers, and a recompute would add them twice.
         leave_out_caches(self.model, undo)
 
     def report(self) -> Report:

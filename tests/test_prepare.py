@@ -109,7 +109,7 @@ def test_what_is_prepared_already(caplog: pytest.LogCaptureFixture) -> None:
     tile(model.blocks[0].mlp, num_shards=2)
     with prepare(model, tiling=6, activation_checkpointing=True) as prepared:
         prepare(model, tiling=Tiling(8)).release()
-        assert "2 modules of TinyLM are prepared already and stay as they are: release what" in caplog.text
+        assert "2 modules of TinyLM are prepared already and stay so: release what" in caplog.text
         model(IDS)
         assert [row.tiles for row in prepared.report().tiled] == [2, 6]
     assert "forward" in model.blocks[0].mlp.__dict__
