@@ -15,7 +15,7 @@ others, in an order that depends on what else waits. So each weight goes through
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,13 +47,9 @@ class Anchor(torch.autograd.Function):
 def anchored(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[Tensor, Edges]:
     """Return a link to the anchor, and its other outputs: the inputs and weights."""
     link = torch.empty(0, device=call.device, requires_grad=True)
-    link, *edges = Anchor.apply([*inputs, *call.weights], link, *inputs, *one_by_one(call.weights))
+    views = [weight.view_as(weight) for weight in call.weights]  # whose gradients arrive one by one
+    link, *edges = Anchor.apply([*inputs, *call.weights], link, *inputs, *views)
     return link, edges
-
-
-def one_by_one(weights: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Return weights whose gradients arrive one by one, the last one first: see NOTE [One order on all ranks]."""
-    return [weight.view_as(weight) for weight in weights] if several_ranks() else weights
 
 
 def several_ranks() -> bool:
@@ -71,6 +67,6 @@ def run_untiled(parts: Sequence[nn.Module], one_order: bool, run: Callable[[], A
     if not weights:
         return run()
     link = next(iter(weights)).new_empty(0, requires_grad=True)
-    _, *edges = Anchor.apply((), link, *one_by_one(weights))
+    _, *edges = Anchor.apply((), link, *[weight.view_as(weight) for weight in weights])
     with swapped(in_places(weights.values(), edges)):
         return run()

@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from lt_tiled.engines.found import Engine
-from lt_tiled.modules.feed_forward import Tileable, parts_below
-from lt_tiled.modules.patch import get_patch, remove_patch
+from lt_tiled.modules.feed_forward import Tileable
+from lt_tiled.modules.patch import get_patch, remove_patches
 from lt_tiled.policies import Tiling
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled
 
@@ -49,7 +49,7 @@ def tile(
     """
     policy = Tiling(num_shards, tile_tokens, accumulate=accumulate, self_check=self_check, compile=compile)
     owner, method = _owner(target)
-    patch_tiled(Tileable("", owner, method, named=True), policy, Engine(owner), None)
+    patch_tiled(Tileable("", owner, method, named=True), policy, Engine(owner), object())
     return target if owner is target else getattr(owner, method)
 
 
@@ -62,10 +62,7 @@ def untile(target: Target) -> Target:
     owner, method = _owner(target)
     patch = get_patch(owner, TiledPatch, method)
     if patch is not None:
-        remove_patch(owner, patch)
-        if patch.untiled:
-            for _, below in parts_below(owner):
-                untile(below)
+        remove_patches(owner, patch.owner)
     return target if owner is target else getattr(owner, method)
 
 

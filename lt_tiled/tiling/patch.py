@@ -42,13 +42,13 @@ from lt_tiled.tiling.call import TENSOR, EngineNeeds, LargestCall, Plan, TiledCa
 from lt_tiled.tiling.check import check_position_wise
 from lt_tiled.tiling.cut import Tokens, tile_bounds
 from lt_tiled.tiling.last import FORWARD, find_plan
-from lt_tiled.tiling.pending import Pending, none_left, values
-from lt_tiled.tiling.recorded import CAPTURING, active_collector, is_recorded, record, run_recorded
+from lt_tiled.tiling.pending import Boundary, Pending, values
+from lt_tiled.tiling.recorded import CAPTURING, active_collector, record, run_recorded
 from lt_tiled.tiling.run import run_tiled
 
 CallWithInputs = tuple[TiledCall, list[Tensor]]
-_NO_USERS = ("torch.", *ENGINES, CAPTURING)
-"""Packages whose hooks compute weights, follow modules or record outputs."""
+_OF_ENGINES = ("torch.", *ENGINES)
+"""Packages whose hooks compute weights or follow modules."""
 
 
 # Setting patches, and removing them
@@ -112,20 +112,6 @@ def whole_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     tiled = {module for _, module, _ in tiled_patches(model)}
     return outermost(walk_all(model), lambda module: module in tiled or get_patch(module, Boundary) is not None)
-
-
-class Boundary(Patch):
-    """On a block: nothing that is pending leaves it, because its engine may free the weights."""
-
-    order = Order.PARENT
-
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
-
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what is pending in the outputs of a block, or was stored."""
-        with none_left():
-            return values(self.inner(module, *args, **kwargs))
 
 
 # A call
@@ -258,7 +244,7 @@ class TiledPatch(Patch):
             return None
         # hook
         for part in function.inside:
-            if has_hooks(part, _NO_USERS):
+            if has_hooks(part, (*_OF_ENGINES, CAPTURING)):
                 kind = type(part).__name__
                 name = self.name
                 warn(
@@ -322,11 +308,12 @@ class TiledPatch(Patch):
 
     def _may_pend(self, module: nn.Module, call: TiledCall, inputs: list[Tensor]) -> bool:
         """Whether the output may be pending, because what follows may take it: see NOTE [Pending]."""
-        if not (self.pends and self.needs.pending and call.differentiable):
+        if not (self.pends and self.needs.pending and call.differentiable) or call.plan.output is None:
             return False
-        # A recompute records nothing, and must run as the forward pass did.
-        if call.plan.output is None or has_hooks(module, _NO_USERS) or is_recorded(call.function.inside):
-            return False
+        # Hooks would compute it. Those that record do so in a forward pass alone, and its recompute must run alike.
+        for part in (module, *call.function.inside):
+            if has_hooks(part, _OF_ENGINES):
+                return False
         return not any(map(Tensor.is_inference, inputs))
 
 

@@ -12,15 +12,15 @@ pending leaves its block, whose engine may free the weights.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.recompute.mode import Precision, hooks_of_saved_tensors, version_of
 from lt_tiled.tiling.anchor import anchored
 from lt_tiled.tiling.call import TiledCall
@@ -84,22 +84,30 @@ def values(tree: Any) -> Any:
     return tree
 
 
-@contextmanager
-def none_left() -> Iterator[None]:
-    """Run what became pending inside and what something still refers to, while its weights are there."""
-    inside: list[weakref.ref[Pending]] = []
-    token = _inside.set(inside)
-    try:
-        yield
-    finally:
-        _inside.reset(token)
-    for reference in inside:
-        pending = reference()
-        if pending is not None:
-            pending.value()
-
-
 _inside: ContextVar[list[weakref.ref[Pending]] | None] = ContextVar("pending_inside", default=None)
+
+
+class Boundary(Patch):
+    """On a block: nothing that is pending leaves it, because its engine may free the weights."""
+
+    order = Order.PARENT
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what is pending in the outputs of a block, and what something still refers to."""
+        inside: list[weakref.ref[Pending]] = []
+        token = _inside.set(inside)
+        try:
+            output = values(self.inner(module, *args, **kwargs))
+        finally:
+            _inside.reset(token)
+        for reference in inside:
+            pending = reference()
+            if pending is not None:
+                pending.value()
+        return output
 
 
 class Pending(Deferred):

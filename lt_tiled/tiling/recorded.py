@@ -16,21 +16,13 @@ Collector = dict[str, list[Any]]
 CAPTURING = "transformers.utils.output_capturing"
 
 
-def is_recorded(parts: Sequence[nn.Module]) -> bool:
-    """Whether transformers set its hooks on one of these modules."""
+def active_collector(parts: Sequence[nn.Module]) -> Collector | None:
+    """Return the collector of the model's current call, if it records anything in one of these modules."""
     for part in parts:
         for hook in part._forward_hooks.values():
             if hook.__module__ == CAPTURING:
-                return True
-    return False
-
-
-def active_collector(parts: Sequence[nn.Module]) -> Collector | None:
-    """Return the collector of the model's current call, if it records anything in one of these modules."""
-    capturing = sys.modules.get(CAPTURING)
-    if capturing is None or not is_recorded(parts):
-        return None
-    return capturing._active_collector.get() or None
+                return sys.modules[CAPTURING]._active_collector.get() or None
+    return None
 
 
 def run_recorded(run: Callable[..., Any], keys: Sequence[str], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
