@@ -27,9 +27,10 @@ from benchmarks.tiny import tiny_model
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses
 from lt_tiled.modules.targets import find_tileable
+from tests.parity import worst_of_model
 from tests.sequence_parallel.hybrids import wide
 from tests.sequence_parallel.models import ids
-from tests.sequence_parallel.runs import step, value_of, worst
+from tests.sequence_parallel.runs import step, value_of
 from tests.world import unchecked
 
 EXACT = 1e-12  # the largest relative error of a loss or gradient in float64
@@ -51,11 +52,10 @@ def examine(name: str) -> tuple[str, str]:
     except Exception as problem:
         return "cannot be built", f"{type(problem).__name__}: {problem}"
     try:
-        error = exact = worst(shared_step(model, inputs), true)
+        error = exact = worst_of_model(shared_step(model, inputs), true)
         if error > EXACT:
             with unchecked(), wide(model):
-                reference = step(copy.deepcopy(model), inputs)
-                exact = worst(shared_step(model, inputs), reference)
+                exact = worst_of_model(shared_step(model, inputs), step(copy.deepcopy(model), inputs))
     except Exception as problem:
         # Only messages of lt_tiled are refusals.
         ours = "lt_tiled" in Path(traceback.extract_tb(problem.__traceback__)[-1].filename).parts

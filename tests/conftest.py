@@ -17,7 +17,7 @@ import torch
 
 from lt_tiled._log import quiet_libraries
 from tests import second_device
-from tests.world import World, remember_entry_points, unchecked
+from tests.world import OnRanks, World, remember_entry_points, unchecked
 
 ON_RANKS = {"four_ranks", "four_deepspeed_ranks", "world", "deepspeed_world", "second_world", "on_ranks"}
 """Fixtures that run ranks. A test that asks for one with ``request`` names its engine by a parameter ``engine``."""
@@ -181,3 +181,15 @@ deepspeed_world, four_deepspeed_ranks = _ranks(2), _ranks(4)
 """Ranks for DeepSpeed, which changes torch in its process."""
 second_world = _ranks(2)
 """Ranks in which the second device is registered before their first backward pass."""
+
+
+@pytest.fixture(scope="session")
+def _known_runs() -> dict[bytes, list[Any]]:
+    """Return the results of ``once`` by the pickled call."""
+    return {}
+
+
+@pytest.fixture
+def on_ranks(request: pytest.FixtureRequest, _known_runs: dict[bytes, list[Any]]) -> OnRanks:
+    """Return a function that runs an engine on two ranks."""
+    return OnRanks(request, _known_runs)

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.flop_counter import FlopCounterMode
-
 from lt_tiled.planner.ledger import Ledger as LiveBytes
 
 __all__ = ["LiveBytes", "flops", "peak_bytes"]
 
 
 def flops(run: Callable[[], Any]) -> int:
-    """Floating point operations of the matrix products that ``run`` executes."""
-    with FlopCounterMode(display=False) as counter:
+    """Floating point operations, by torch's formulas, of the matrix products and of attention that ``run`` executes."""
+    with LiveBytes() as meter:
         run()
-    return counter.get_total_flops()
+    return meter.flops
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

@@ -86,6 +86,13 @@ def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
     return max(errors(found, true).values())
 
 
+def worst_of_model(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
+    """The same for a whole model, of whose gradients some have almost no size: at least a thousandth of the largest."""
+    assert found.keys() == true.keys()
+    least = 1e-3 * max(float(value.norm()) for value in true.values())
+    return max(float((found[name] - true[name]).norm()) / max(float(true[name].norm()), least) for name in true)
+
+
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype | None = None, device: str = "cpu") -> Tensor:
     """A random input that wants a gradient, of the default dtype if none is given, with values of float32 that are the
     same on each device.

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare
 from lt_tiled.fabric import TiledSingleDeviceStrategy
-from lt_tiled.planner.ledger import Ledger
+from tests.meters import flops
 from tests.models import GatedMLP, H
 from tests.parity import EXACT, gradients, randn, reference, worst
 
@@ -80,20 +80,14 @@ class Recomputes(Stack):
         return x
 
 
-def flops(net: nn.Module, x: Tensor) -> int:
-    with Ledger() as ledger:
-        net(x).sum().backward()
-    return ledger.flops
-
-
 @pytest.mark.parametrize("how", ["each", "reentrant", "segment"])
 def test_a_model_that_recomputes_its_blocks(how: str, caplog: pytest.LogCaptureFixture) -> None:
     """Its blocks are left to it, with one line, and cost the FLOPs of its own checkpointing."""
     torch.manual_seed(0)
     net, x = Recomputes(Layer(GatedMLP()), Layer(GatedMLP())), randn(2, 32, H).requires_grad_()
     net.how = how
-    own, true = flops(net, x), gradients(net, x)
+    own, true = flops(lambda: net(x).sum().backward()), gradients(net, x)
     with prepare(net, tiling=False, activation_checkpointing=ActivationCheckpointing()):
-        assert flops(net, x) == own
+        assert flops(lambda: net(x).sum().backward()) == own
         assert worst(gradients(net, x), true) < EXACT
     assert caplog.text.count("Layer is left to the activation checkpointing that its model applies itself") == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -149,3 +150,22 @@ def world_of(request: pytest.FixtureRequest, engine: str, size: int = 2) -> Worl
     plain, deepspeed = {2: ("world", "deepspeed_world"), 4: ("four_ranks", "four_deepspeed_ranks")}[size]
     world: World = request.getfixturevalue(deepspeed if engine.startswith(("zero", "deepspeed")) else plain)
     return world
+
+
+class OnRanks:
+    """``on_ranks(fn, engine, *args)`` calls ``fn(engine, *args)`` on two ranks: DeepSpeed's engines have their own."""
+
+    def __init__(self, request: pytest.FixtureRequest, known: dict[bytes, list[Any]]) -> None:
+        self.request = request
+        self.known = known
+
+    def __call__(self, fn: Callable[..., Any], engine: str, *args: Any, **kwargs: Any) -> list[Any]:
+        world = world_of(self.request, engine)
+        return world(fn, engine, *args, **kwargs)
+
+    def once(self, fn: Callable[..., Any], engine: str, *args: Any) -> list[Any]:
+        """Return what the same call returned earlier in the session, and run it only the first time."""
+        key = pickle.dumps((fn, engine, args))
+        if key not in self.known:
+            self.known[key] = self(fn, engine, *args)
+        return self.known[key]

@@ -15,10 +15,9 @@ from torch.utils.data import DataLoader
 
 from lt_tiled.lm import CausalLM
 from lt_tiled.verification.steps import full_weights
-from tests.engines.conftest import OnRanks
 from tests.lit import sequences, trainer
 from tests.models import tiny_llama
-from tests.world import World
+from tests.world import OnRanks, World
 
 LLAMA = {"model_type": "llama", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}

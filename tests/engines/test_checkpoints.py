@@ -17,11 +17,10 @@ from torch.utils.data import DataLoader
 
 import lt_tiled
 from tests.engines.cells import draw, error_of, launch, policies, set_up, strategy, train
-from tests.engines.conftest import OnRanks
 from tests.lit import LitTiny, sequences, trainer
 from tests.models import TinyLM, lm_loss
 from tests.parity import near
-from tests.world import World
+from tests.world import OnRanks, World
 
 FORMATS = {
     "ddp": {},

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from lt_tiled import ActivationCheckpointing, Tiling
 from lt_tiled.planner.ledger import Ledger
 from tests.engines.cells import ENGINES, draw, launch, set_up, step_on
-from tests.engines.conftest import OnRanks
 from tests.models import TinyLM, lm_loss, tiny_llama
+from tests.world import OnRanks
 
 READ = "aten::_local_scalar_dense"
 

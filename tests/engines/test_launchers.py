@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.engines.cells import zero
-from tests.engines.conftest import OnRanks
 from tests.engines.test_matrix import run
 from tests.parity import near
 from tests.processes import Forked
+from tests.world import OnRanks
 
 PROGRAM = str(Path(__file__).with_name("launched.py"))
 ENGINES = ("ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3")

@@ -20,10 +20,10 @@ from lt_tiled import Tiling, prepare
 from lt_tiled.callbacks import Tiled
 from lt_tiled.report import Report
 from tests.engines.cells import launch, set_up, strategy, wrapped
-from tests.engines.conftest import OnRanks
 from tests.engines.kinds import COMPILER, KINDS, UNTILED, Kind
 from tests.lit import Tiny, replaced, trainer
 from tests.parity import near
+from tests.world import OnRanks
 
 pytestmark = pytest.mark.self_checks
 

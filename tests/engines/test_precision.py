@@ -12,10 +12,10 @@ from torch import Tensor
 import lt_tiled
 from lt_tiled.verification.steps import full_weights
 from tests.engines.cells import ENGINES, policies, strategy
-from tests.engines.conftest import OnRanks
 from tests.lit import LitTiny, sequences, trainer
 from tests.models import TinyLM, lm_loss
 from tests.parity import less_accurate
+from tests.world import OnRanks
 
 SEQUENCES = torch.stack(sequences(4)).view(2, 2, -1)
 RATE = 2.0**20

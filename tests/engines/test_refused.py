@@ -13,12 +13,11 @@ from torch.distributed.fsdp import fully_shard
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile
 from tests.engines.cells import ENGINES, draw, error_of, launch, set_up, step_on, strategy, wrapped
-from tests.engines.conftest import OnRanks
 from tests.engines.test_matrix import run
 from tests.lit import LitTiny, replaced, trainer
 from tests.models import TinyLM, lm_loss
 from tests.parity import sgd
-from tests.world import World
+from tests.world import OnRanks, World
 
 # Setup
 

@@ -15,11 +15,10 @@ from torch.utils.data import DataLoader
 import lt_tiled
 from lt_tiled import tiled_linear_cross_entropy
 from tests.engines.cells import error_of, launch, step_on, strategy
-from tests.engines.conftest import OnRanks
 from tests.lit import LitTiny, replaced, sequences, trainer
 from tests.models import TinyLM, lm_loss
 from tests.parity import near, sgd
-from tests.world import World
+from tests.world import OnRanks, World
 
 
 class HoldsWeights(LitTiny):

@@ -15,8 +15,7 @@ from transformers.integrations import unset_hf_deepspeed_config
 from lt_tiled.transformers import TiledCallback, share_batches
 from tests.callbacks.test_transformers import patches, trainer_of
 from tests.engines.cells import zero
-from tests.engines.conftest import OnRanks
-from tests.world import World
+from tests.world import OnRanks, World
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3")
 """Accelerate ignores FSDP on the CPU and trains with DDP there."""

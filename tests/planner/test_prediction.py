@@ -15,8 +15,8 @@ from lt_tiled import ActivationCheckpointing, SequenceParallel, TiledDDPStrategy
 from lt_tiled.lm import CausalLM
 from lt_tiled.planner.fake import without_memory
 from tests.engines.cells import strategy
-from tests.engines.conftest import OnRanks
 from tests.planner.runs import SMALL, Adapted, measured, predicted
+from tests.world import OnRanks
 
 pytestmark = pytest.mark.slow
 

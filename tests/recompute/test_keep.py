@@ -15,22 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare, shared_attention
-from lt_tiled.planner.ledger import Ledger
 from lt_tiled.recompute.keep import KeepMode
-from tests.meters import LiveBytes
+from tests.meters import LiveBytes, flops
 from tests.models import Coded, H, TinyLM, lm_loss, tiny_llama
 from tests.parity import gradients, randn, step_of
 
 IDS = torch.arange(2 * 24).view(2, 24) % 32
 MM, SDPA = "aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default"
 OFFLOAD = {"offload": "cpu", "keep_last": 0}
-
-
-def flops(run: Callable[[], Any]) -> int:
-    """The FLOPs of products and of attention, whose kernel on a CPU torch's counter does not know."""
-    with Ledger() as ledger:
-        run()
-    return ledger.flops
 
 
 @pytest.mark.parametrize("operators", ["attention", [MM], [SDPA], [MM, SDPA], ["aten.silu.default"]], ids=str)

@@ -17,7 +17,7 @@ from lt_tiled import SequenceParallel
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.sequence_parallel.groups import Groups
 from tests import second_device
-from tests.parity import spread
+from tests.parity import spread, worst_of_model
 from tests.sequence_parallel.cases import CASES, Case
 from tests.sequence_parallel.hybrids import wide
 
@@ -45,12 +45,6 @@ def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
             dist.all_reduce(gradient)
             found[name] = gradient / dist.get_world_size()
     return found
-
-
-def worst(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
-    """The greatest error relative to the norm; of a gradient without one, relative to the greatest."""
-    largest = max(float(t.norm()) for t in true.values())
-    return max(float((found[n] - true[n]).norm()) / max(float(true[n].norm()), 1e-3 * largest) for n in true)
 
 
 class Counts(TorchDispatchMode):
@@ -93,7 +87,7 @@ def shared(
             with lt_tiled.prepare(model, sequence_parallel=policy, group=group, loss=loss, **(policies or {})):
                 for inputs, expected in zip(batches, true, strict=True):
                     with Counts() as counts:
-                        errors.append(worst(step(model, inputs), expected))
+                        errors.append(worst_of_model(step(model, inputs), expected))
         except ValueError as refused:
             return 0.0, 0, str(refused)
     return max(errors), counts.found["all_to_all"], ""
