@@ -11,12 +11,11 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.loss.transformers import HeadPatch
-from lt_tiled.modules.find import plain_name, unwrapped
+from lt_tiled.modules.find import unwrapped
 from lt_tiled.modules.patch import Patch, get_patches, turned_off
 from lt_tiled.policies import check_count
 from lt_tiled.recompute.blocks import BlockPatch
@@ -24,9 +23,9 @@ from lt_tiled.recompute.mode import random_state_kept, rounds_products
 from lt_tiled.report import Report
 from lt_tiled.strategies.deepspeed import step_with_own_optimizer
 from lt_tiled.tiling.patch import TiledPatch
-from lt_tiled.training_step.step import first_batch, run_step, shape_of, training_loss, with_length
+from lt_tiled.training_step.step import first_batch, run_step, shape_of, with_length
 from lt_tiled.verification.result import Measured, Verification, compare
-from lt_tiled.verification.steps import GradientsAsWeights, ModuleWithStep, full_weights, make_comparable
+from lt_tiled.verification.steps import GradientsAsWeights, ModuleWithStep, full_gradients, make_comparable
 
 _TILES = 5
 """Tiles where the settings leave their number open: five of a power of two have a shorter last one."""
@@ -43,7 +42,6 @@ def verify(
     *,
     step: Callable[[Any, Any], Tensor] | None = None,
     strategy: Any = "tiled",
-    reference: bool = True,
     **trainer: Any,
 ) -> Verification:
     """Compare a training step of a model without and with lt_tiled.
@@ -57,8 +55,6 @@ def verify(
         step: A function that takes the model and the batch and returns the loss, for loops with Fabric or plain
             PyTorch. By default, ``training_step``, or the loss in the output of the model.
         strategy: A strategy for a Trainer, with its settings.
-        reference: Whether to compute the step in float64 as well (float32 for 16-bit weights), on each device without
-            sharding. Otherwise errors are relative to the untiled step. Turn it off if the step draws random numbers.
         trainer: Other arguments of the Trainer, such as ``precision`` and ``devices``.
 
     Raises:
@@ -69,7 +65,7 @@ def verify(
         module = ModuleWithStep(model, step)
     device = next((weight.device.type for weight in model.parameters()), "auto")
     arguments = {"accelerator": device} | trainer | {"strategy": strategy}
-    return Comparison(type(unwrapped(model)).__name__, module, batch, 0, reference).run(arguments)
+    return Comparison(type(unwrapped(model)).__name__, module, batch, 0).run(arguments)
 
 
 def run_verify(
@@ -77,7 +73,6 @@ def run_verify(
     model: LightningModule,
     datamodule: LightningDataModule | None = None,
     seq: int = 256,
-    reference: bool = True,
 ) -> Verification:
     """Compare a training step of a configuration without and with lt_tiled: the loss and all gradients.
 
@@ -86,11 +81,9 @@ def run_verify(
         model: The module.
         datamodule: Its data, of which each rank takes one batch.
         seq: The longest sequence length. Tiles are made small enough that there are several.
-        reference: Whether to compute the step in float64 as well (float32 for 16-bit weights), on each device without
-            sharding. Turn it off for a model that does not fit; bounds are then estimated.
     """
     check_count("seq", seq)
-    result = Comparison(type(model).__name__, model, None, seq, reference).run(trainer, datamodule)
+    result = Comparison(type(model).__name__, model, None, seq).run(trainer, datamodule)
     rank_zero_only(print)(result)
     return result
 
@@ -103,15 +96,13 @@ class Comparison(Callback):
     module: LightningModule
     batch: Any  # or None: that of the data, cut to ``seq`` tokens
     seq: int
-    reference: bool
-    weights: dict[str, Tensor] = field(default_factory=dict)  # that the reference starts with
+    steps: list[Measured] = field(default_factory=list)  # untiled, the same from rounded weights, and tiled
     trainer: Any = None
     optimizer: Any = None
-    untiled: Measured | None = None
     result: Verification | None = None
 
     def run(self, trainer: Mapping[str, Any], data: LightningDataModule | None = None) -> Verification:
-        """Fit two copies of the module on the engine of a Trainer, and return what differs."""
+        """Fit copies of the module on the engine of a Trainer, and return what differs."""
         # 1. The engine and the policies are the user's, and nothing else.
         arguments: dict[str, Any] = dict.fromkeys(_OFF, False)
         arguments |= {name: trainer[name] for name in _ENGINE if name in trainer}
@@ -123,12 +114,13 @@ class Comparison(Callback):
         step_with_own_optimizer(self.trainer.strategy)
 
         def configure_optimizers() -> Any:
-            self.optimizer = GradientsAsWeights(self.trainer.model)
+            eps = self._precision() if len(self.steps) == 1 else 0.0
+            self.optimizer = GradientsAsWeights(self.trainer.model, eps)
             return self.optimizer
 
-        # 2. Both fits start from the same random states, which are those of all ranks, because these shuffle alike.
+        # 2. All fits start from the same random states, which are those of all ranks, because these shuffle alike.
         loader = None if self.batch is None else range(1)  # never read: all steps run when the fit starts
-        for _ in ("untiled", "tiled"):
+        for _ in range(3):
             with isolate_rng(), random_state_kept(self.trainer.strategy.root_device):
                 torch.manual_seed(1)
                 trained = copy.deepcopy(self.module)
@@ -139,29 +131,40 @@ class Comparison(Callback):
         return self.result
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Run the step of the copy without lt_tiled, or of the one with it, and compare both."""
+        """Run the step of this copy, and compare all steps after the last one."""
         patches = list[Patch]()
         for part in pl_module.modules():
             patches += get_patches(part, Patch)
         if not patches:
             raise ValueError(f"lt_tiled changes nothing in {self.name}: use one of its strategies or callbacks.")
         make_comparable(pl_module)
-        if self.untiled is None:
-            # 1. This rank's batch, on its device.
-            if self.batch is None:
-                place = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-                self.batch = first_batch(pl_module, trainer.datamodule, place.get("rank", 0))
-                if shape_of(self.batch)[1] > self.seq:
-                    self.batch = with_length(self.batch, self.seq)
-            self.batch = trainer.strategy.batch_to_device(self.batch)
-            # 2. The step of the untiled copy.
-            if self.reference:
-                self.weights = full_weights(trainer.model, pl_module)
+        # 1. This rank's batch, on its device.
+        if self.batch is None:
+            place = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+            self.batch = first_batch(pl_module, trainer.datamodule, place.get("rank", 0))
+            if shape_of(self.batch)[1] > self.seq:
+                self.batch = with_length(self.batch, self.seq)
+        self.batch = trainer.strategy.batch_to_device(self.batch)
+        # 2. The steps of the untiled copies,
+        if len(self.steps) < 2:
             with turned_off(pl_module):
-                self.untiled = self._run_step(pl_module)
-        else:
-            force_tiles(patches)
-            self._compare(self.untiled, self._run_step(pl_module), pl_module)
+                self.steps.append(self._run_step(pl_module))
+            return
+        # and of the tiled one.
+        force_tiles(patches)
+        self.steps.append(self._run_step(pl_module))
+        # 3. The result of the first rank is that of all ranks.
+        untiled, rounded, tiled = self.steps
+        report = Report.of(pl_module)
+        precision = str(trainer.precision)
+        result = Verification(
+            title=f"{self.name}, {shape_of(self.batch)[1]} tokens, {precision}, {type(trainer.strategy).__name__}",
+            losses=(untiled.loss, tiled.loss),
+            norms=(untiled.norm, tiled.norm),
+            rows=compare(untiled, rounded, tiled, self._precision()),
+            tiles={row.path: row.tiles for row in (*report.tiled, *report.losses)},
+        )
+        self.result = trainer.strategy.broadcast(result)
 
     def _run_step(self, trained: LightningModule) -> Measured:
         strategy = self.trainer.strategy
@@ -177,72 +180,14 @@ class Comparison(Callback):
             if len(losses) == 40:
                 raise ValueError(f"precision={self.trainer.precision} finds no finite gradients: try 32-true.")
             strategy.optimizer_step(optimizer, step)
-        gradients = full_weights(self.trainer.model, trained, trained=True)
-        return Measured(float(self._mean(losses[-1])), gradients)
+        loss = strategy.reduce(losses[-1].detach().clone())  # the mean over the ranks
+        return Measured(float(loss), full_gradients(self.trainer.model, trained))
 
-    def _run_reference(self, dtype: torch.dtype) -> Measured:
-        """Run the step of a plain copy of the module in higher precision."""
-        default = torch.get_default_dtype()
-        try:
-            # 1. The copy has the weights of the others.
-            plain = copy.deepcopy(self.module)
-            plain.trainer = self.trainer
-            plain.configure_model()
-            for name, weight in plain.named_parameters():
-                weight.data.copy_(self.weights[plain_name(name)])
-            make_comparable(plain.to(self.trainer.strategy.root_device, dtype))
-            optimizer = GradientsAsWeights(plain)
-            # 2. Its step.
-            batch = apply_to_collection(self.batch, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
-            torch.set_default_dtype(dtype)
-            with turned_off(plain):
-                loss = training_loss(plain.training_step, plain, copy.deepcopy(batch))
-                plain.backward(loss)
-            optimizer.step()
-        except Exception as error:
-            raise ValueError(f"The step does not run in {dtype} ({error}): pass reference=False.") from error
-        finally:
-            torch.set_default_dtype(default)
-        gradients = full_weights(plain, plain, trained=True)
-        for name, gradient in gradients.items():
-            gradients[name] = self._mean(gradient)
-        return Measured(float(self._mean(loss)), gradients)
-
-    def _mean(self, value: Tensor) -> Tensor:
-        """Return the mean over the ranks, on the CPU."""
-        strategy = self.trainer.strategy
-        mean: Tensor = strategy.reduce(value.detach().to(strategy.root_device, copy=True))
-        return mean.cpu()
-
-    def _compare(self, untiled: Measured, tiled: Measured, trained: LightningModule) -> None:
-        """Set the result of the first rank on all ranks."""
-        strategy = self.trainer.strategy
-        precision = str(self.trainer.precision)
-        # 1. What the errors are relative to: a step in float64, or in float32 for 16-bit weights.
-        dtypes = {weight.dtype for weight in trained.parameters() if weight.dtype.is_floating_point}
-        has_32_bits = bool(dtypes & {torch.float32, torch.float64})
-        reference = None
-        base = "the untiled step"
-        if self.reference:
-            higher = torch.float64 if has_32_bits else torch.float32
-            reference = self._run_reference(higher)
-            base = f"a step in {str(higher).removeprefix('torch.')}"
-        # 2. The least precision of weights, autocast and products. On a GPU convolutions are in TF32 by default.
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes | _AUTOCAST.get(precision, set()))
-        convolves = any(isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) for part in trained.modules())
-        if has_32_bits and (rounds_products() or (convolves and strategy.root_device.type == "cuda")):
-            eps = max(eps, 2.0**-10)
-        # 3. The result.
-        report = Report.of(trained)
-        result = Verification(
-            title=f"{self.name}, {shape_of(self.batch)[1]} tokens, {precision}, {type(strategy).__name__}",
-            reference=base,
-            losses=(untiled.loss, tiled.loss),
-            norms=(untiled.norm, tiled.norm),
-            rows=compare(untiled, tiled, reference, eps),
-            tiles={row.path: row.tiles for row in (*report.tiled, *report.losses)},
-        )
-        self.result = strategy.broadcast(result)
+    def _precision(self) -> float:
+        """Return the least precision of weights, autocast and products."""
+        dtypes = {weight.dtype for weight in self.trainer.model.parameters() if weight.dtype.is_floating_point}
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes | _AUTOCAST.get(str(self.trainer.precision), set()))
+        return max(eps, 2.0**-10) if torch.float32 in dtypes and rounds_products() else eps
 
 
 def force_tiles(patches: list[Patch]) -> None:

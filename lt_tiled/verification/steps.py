@@ -25,9 +25,6 @@ class ModuleWithStep(LightningModule):
         self.model = model
         self._step = step or _loss_of
 
-    def configure_model(self) -> None:
-        """Do nothing: Lightning wants this hook under FSDP2."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self._step(self.model, batch)
 
@@ -64,15 +61,18 @@ def make_comparable(module: LightningModule) -> None:
 
 
 class GradientsAsWeights(torch.optim.Optimizer):
-    """Puts the gradients in the place of the weights in a step; a weight without a gradient becomes zero."""
+    """Puts the gradients in the place of the weights in a step; a weight without a gradient becomes zero.
 
-    def __init__(self, model: nn.Module) -> None:
+    Before, weights are changed by random numbers as large as the rounding errors of a precision ``eps``.
+    """
+
+    def __init__(self, model: nn.Module, eps: float) -> None:
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         if not weights:
             raise ValueError("All weights are frozen, so there are no gradients to compare: train at least one weight.")
         with torch.no_grad():  # before an engine copies the weights
             for index, weight in enumerate(weights):
-                _fill_zeros(weight, seed=index)
+                _change(weight, eps, seed=index)
         super().__init__(weights, {"lr": 0.0})
         self.stepped = False
 
@@ -91,21 +91,25 @@ class GradientsAsWeights(torch.optim.Optimizer):
         return loss
 
 
-def _fill_zeros(weight: nn.Parameter, seed: int) -> None:
-    """Replace zeros by small numbers: weights before zeros, as in a new LoRA adapter, have no gradient to compare."""
+def _change(weight: nn.Parameter, eps: float, seed: int) -> None:
+    """Round a weight, and replace zeros: weights before them, as in a new LoRA adapter, have no gradient to compare."""
     with gathered([weight], change=True):
         own = weight.to_local() if isinstance(weight, DTensor) else weight
-        noise = torch.normal(0.0, 0.01, own.shape, generator=torch.Generator().manual_seed(seed))  # alike on all ranks
-        own.copy_(torch.where(own == 0, noise.to(own), own))
+        noise = torch.randn(own.shape, generator=torch.Generator().manual_seed(seed)).to(own)  # alike on all ranks
+        filled = torch.where(own == 0, 0.01 * noise, own)
+        own.copy_(filled.double() * (1 + eps / 4 * noise.double()))  # an error of up to eps / 2 has a mean of eps / 4
 
 
 @torch.no_grad()
-def full_weights(root: nn.Module, module: nn.Module, trained: bool = False) -> dict[str, Tensor]:
-    """Return full weights by name, on the CPU, of a module that an engine made ``root`` of. All ranks must call it."""
+def full_gradients(root: nn.Module, module: nn.Module) -> dict[str, Tensor]:
+    """Return full gradients, which are weights now, by name, on the CPU, of a module that an engine made ``root`` of.
+
+    All ranks must call it.
+    """
     full = dict[str, Tensor]()
     with FullyShardedDataParallel.summon_full_params(root, writeback=False):  # does nothing to other modules
         for name, weight in module.named_parameters():
-            if weight.requires_grad or not trained:
+            if weight.requires_grad:
                 with gathered([weight]):
                     whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
                     full[plain_name(name)] = whole.detach().cpu().clone()
