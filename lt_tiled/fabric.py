@@ -8,7 +8,7 @@ from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
 from lt_tiled.namespaces import register
-from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2, single_device
+from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2
 
 __all__ = [
     "TiledDDPStrategy",
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 
-class TiledSingleDeviceStrategy(single_device.FollowsAccelerator, base.TiledFabricStrategy, SingleDeviceStrategy):
+class TiledSingleDeviceStrategy(base.SingleDevice, base.TiledFabricStrategy, SingleDeviceStrategy):
     """Tiling and activation checkpointing on the device that Fabric's arguments name."""
 
 
@@ -27,7 +27,7 @@ class TiledDDPStrategy(base.TiledFabricStrategy, DDPStrategy):
     """Tiling and activation checkpointing under DDP, with all arguments of Fabric's :class:`DDPStrategy`."""
 
 
-class TiledFSDPStrategy(fsdp.FabricFSDP, FSDPStrategy):
+class TiledFSDPStrategy(fsdp.FSDP, base.TiledFabricStrategy, FSDPStrategy):
     """Like the strategy for Trainer, with all arguments of Fabric's :class:`FSDPStrategy`."""
 
 
@@ -41,7 +41,7 @@ class TiledModelParallelStrategy(fsdp2.FabricFSDP2, ModelParallelStrategy):
     """
 
 
-class TiledDeepSpeedStrategy(deepspeed.FabricDeepSpeed, DeepSpeedStrategy):
+class TiledDeepSpeedStrategy(deepspeed.DeepSpeed, base.TiledFabricStrategy, DeepSpeedStrategy):
     """Like the strategy for Trainer, with all arguments of Fabric's :class:`DeepSpeedStrategy`."""
 
 

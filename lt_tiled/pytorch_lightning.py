@@ -4,14 +4,12 @@ from pytorch_lightning import Callback, strategies
 
 from lt_tiled import callbacks, fabric
 from lt_tiled.namespaces import register
-from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2, single_device
+from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2
 
 __all__ = fabric.__all__ + callbacks.__all__
 
 
-class TiledSingleDeviceStrategy(
-    single_device.FollowsAccelerator, base.TiledTrainerStrategy, strategies.SingleDeviceStrategy
-):
+class TiledSingleDeviceStrategy(base.SingleDevice, base.TiledTrainerStrategy, strategies.SingleDeviceStrategy):
     """:class:`lt_tiled.TiledSingleDeviceStrategy` for ``pytorch_lightning``."""
 
 
@@ -27,7 +25,7 @@ class TiledModelParallelStrategy(fsdp2.TrainerFSDP2, strategies.ModelParallelStr
     """:class:`lt_tiled.TiledModelParallelStrategy` for ``pytorch_lightning``."""
 
 
-class TiledDeepSpeedStrategy(deepspeed.TrainerDeepSpeed, strategies.DeepSpeedStrategy):
+class TiledDeepSpeedStrategy(deepspeed.DeepSpeed, base.TiledTrainerStrategy, strategies.DeepSpeedStrategy):
     """:class:`lt_tiled.TiledDeepSpeedStrategy` for ``pytorch_lightning``."""
 
 

@@ -3,12 +3,10 @@
 from lightning.pytorch import strategies
 
 from lt_tiled.namespaces import register
-from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2, single_device
+from lt_tiled.strategies import base, deepspeed, fsdp, fsdp2
 
 
-class TiledSingleDeviceStrategy(
-    single_device.FollowsAccelerator, base.TiledTrainerStrategy, strategies.SingleDeviceStrategy
-):
+class TiledSingleDeviceStrategy(base.SingleDevice, base.TiledTrainerStrategy, strategies.SingleDeviceStrategy):
     """Tiling and activation checkpointing on the device that the Trainer's arguments name."""
 
 
@@ -41,7 +39,7 @@ class TiledModelParallelStrategy(fsdp2.TrainerFSDP2, strategies.ModelParallelStr
     """
 
 
-class TiledDeepSpeedStrategy(deepspeed.TrainerDeepSpeed, strategies.DeepSpeedStrategy):
+class TiledDeepSpeedStrategy(deepspeed.DeepSpeed, base.TiledTrainerStrategy, strategies.DeepSpeedStrategy):
     """Tiling and activation checkpointing under DeepSpeed, with all arguments of :class:`DeepSpeedStrategy`."""
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lt_tiled.namespaces import is_a
-from lt_tiled.strategies.base import TiledFabricStrategy, TiledStrategy, TiledTrainerStrategy
+from lt_tiled.strategies.base import TiledStrategy
 
 
-class _DeepSpeed(TiledStrategy):
+class DeepSpeed(TiledStrategy):
     """What DeepSpeed needs under Trainer and under Fabric."""
 
     config: Any
@@ -59,18 +59,12 @@ class _DeepSpeed(TiledStrategy):
             yield
             del known
 
-
-class TrainerDeepSpeed(_DeepSpeed, TiledTrainerStrategy):
-    """DeepSpeed for Trainer."""
-
     def model_sharded_context(self) -> Any:
-        return self.sharded_context(super().model_sharded_context)
-
-
-class FabricDeepSpeed(_DeepSpeed, TiledFabricStrategy):
-    """DeepSpeed for Fabric."""
+        """Trainer's hook in which modules are built."""
+        return self.sharded_context(super().model_sharded_context)  # type: ignore[misc]
 
     def module_sharded_context(self) -> Any:
+        """Fabric's hook in which modules are built."""
         return self.sharded_context(super().module_sharded_context)  # type: ignore[misc]
 
 

@@ -14,16 +14,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy, enable_wrap
 
 from lt_tiled._log import warn
-from lt_tiled.strategies.base import TiledFabricStrategy, TiledTrainerStrategy
+from lt_tiled.strategies.base import TiledTrainerStrategy
 from lt_tiled.strategies.sharded import ShardedStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class _FSDP(ShardedStrategy):
-    options_name: str
-    """The name of the parent's keyword arguments for ``FullyShardedDataParallel``."""
+class FSDP(ShardedStrategy):
+    """What FSDP1 needs under Trainer and under Fabric."""
+
     cpu_offload: Any
     mixed_precision_config: Any
     sharding_strategy: Any
@@ -31,7 +31,8 @@ class _FSDP(ShardedStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.options: dict[str, Any] = getattr(self, self.options_name)
+        # The arguments of FullyShardedDataParallel, by Fabric's name and by Trainer's.
+        self.options: dict[str, Any] = getattr(self, "_fsdp_kwargs", None) or vars(self)["kwargs"]
         # The parent would warn that it ignores the policy on a model that is wrapped already.
         self.auto_wrap_policy = self.options.pop("auto_wrap_policy", None)
 
@@ -74,10 +75,8 @@ class _FSDP(ShardedStrategy):
         return FullyShardedDataParallel(model, **arguments)
 
 
-class TrainerFSDP(_FSDP, TiledTrainerStrategy):
-    """FSDP1 for Trainer."""
-
-    options_name = "kwargs"
+class TrainerFSDP(FSDP, TiledTrainerStrategy):
+    """What it needs under Trainer alone."""
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
@@ -99,9 +98,3 @@ class TrainerFSDP(_FSDP, TiledTrainerStrategy):
             root = super()._setup_model(self.wrap(model))
             vars(model)["_lt_tiled_fsdp_root"] = root
         return root
-
-
-class FabricFSDP(_FSDP, TiledFabricStrategy):
-    """FSDP1 for Fabric."""
-
-    options_name = "_fsdp_kwargs"
