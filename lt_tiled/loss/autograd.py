@@ -28,7 +28,7 @@ from lt_tiled.recompute.mode import (
     is_transformed,
     random_state_kept,
 )
-from lt_tiled.tiling.cut import Bounds, each_tile, tile_bounds
+from lt_tiled.tiling.cut import each_tile, tile_sizes
 from lt_tiled.tiling.weights import GradientSum
 
 Count = Tensor | float | None
@@ -37,7 +37,7 @@ MIN_LOSS_TOKENS = 512
 """Fewer rows make the sums of weight gradients, which each tile reads and writes, take longer than the products."""
 
 
-def loss_bounds(num_shards: int | Literal["auto"], tokens: int, hidden_size: int) -> list[Bounds]:
+def loss_sizes(num_shards: int | Literal["auto"], tokens: int, hidden_size: int) -> list[int]:
     """Cut the tokens of a loss, with ``"auto"`` into tiles of at most ``max(512, hidden_size / 2)`` tokens.
 
     Such tiles do not raise the peak: in 16 bits a tile of ``t`` tokens holds at most ``4 t V`` bytes, and afterwards
@@ -46,16 +46,16 @@ def loss_bounds(num_shards: int | Literal["auto"], tokens: int, hidden_size: int
     tiling = Tiling(num_shards)
     if num_shards == "auto":
         tiling = Tiling(tile_tokens=max(MIN_LOSS_TOKENS, hidden_size // 2))
-    return tile_bounds(tiling, tokens, hidden_size=1)
+    return tile_sizes(tiling, tokens, hidden_size=1)
 
 
 def loss_places(num_shards: int | Literal["auto"], hidden: Tensor, counted: Tensor) -> list[Tensor]:
     """Return the indices of each tile's tokens: those whose label counts."""
-    bounds = loss_bounds(num_shards, len(hidden), hidden.shape[-1])
+    sizes = loss_sizes(num_shards, len(hidden), hidden.shape[-1])
     rows = torch.arange(len(hidden), device=hidden.device)
     if is_real(hidden) and type(counted) is Tensor:  # and not in simulations
         rows = counted.nonzero().squeeze(-1)
-    size = max(1, bounds[0][1] - bounds[0][0])
+    size = max(1, sizes[0])
     return list(rows.tensor_split(max(1, math.ceil(len(rows) / size))))
 
 
@@ -159,7 +159,7 @@ class _LossCall:
         if self.precision.dtype is not None:
             torch.clear_autocast_cache()  # it holds casts of leaves
         for index, total in sums.items():
-            gradients[index + 1] = total.sum_or_zeros().to(tensors[index + 1].dtype)
+            gradients[index + 1] = total.take(zeros=True)
         return losses, gradients, prints
 
 

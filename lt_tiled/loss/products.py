@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lt_tiled.recompute.mode import PlainSavedTensors
-from lt_tiled.tiling.effects import check_leaves
-from lt_tiled.tiling.weights import GradientSum
+from lt_tiled.tiling.weights import GradientSum, check_leaves
 
 Head = Callable[[Tensor, Sequence[Tensor]], Tensor]  # gives logits [t, V] for hidden states [t, H] and weights
 Sums = Mapping[int, GradientSum]  # of gradients over the tiles, by the places of weights that want one
@@ -73,7 +72,7 @@ class GraphTile:
             logits = self._head(rows.view_as(rows), self._leaves)
         # 2. It ends at an edge, so that the memory of the logits is freed before that of the gradient is used.
         if logits.requires_grad:
-            check_leaves([logits.grad_fn], set(map(id, self._inputs)), self._name)
+            check_leaves([logits], self._inputs, self._name)
             self._output = torch.autograd.graph.get_gradient_edge(logits)
         return logits.detach().clone(memory_format=torch.contiguous_format)  # the head may have saved its output
 

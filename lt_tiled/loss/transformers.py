@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.loss.autograd import loss_bounds, tiled_loss
+from lt_tiled.loss.autograd import loss_sizes, tiled_loss
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import linear
 from lt_tiled.modules.cache import by_name
@@ -123,9 +123,9 @@ class HeadCall:
         """Return the loss of hidden states ``[T, H]``. Its node keeps the head and the steps."""
         head = self.head
         patch = self.patch
-        bounds = loss_bounds(patch.num_shards, len(hidden), hidden.shape[-1])
+        sizes = loss_sizes(patch.num_shards, len(hidden), hidden.shape[-1])
         patch.untiled = ""
-        patch.largest.note(len(hidden), bounds, f"the loss of {patch.name}")
+        patch.largest.note(len(hidden), sizes, f"the loss of {patch.name}")
         name = f"the head of {patch.name}"
         loss: partial[Tensor] = partial(tiled_loss, kind=kind, num_shards=patch.num_shards, name=name)
         if not steps and patch.below is None and type(head).forward is nn.Linear.forward:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lt_tiled._log import inform
 from lt_tiled.policies import Tiling
 from lt_tiled.recompute.mode import Precision
-from lt_tiled.tiling.cut import Bounds, Layout, Tokens
+from lt_tiled.tiling.cut import Tokens
 from lt_tiled.tiling.weights import Weights, weights_of
 
 # What is known of a tiled module
@@ -27,14 +27,13 @@ class LargestCall:
     tokens: int = 0
     tiles: int = 0
 
-    def note(self, tokens: int, bounds: Sequence[Bounds], what: str) -> None:
+    def note(self, tokens: int, sizes: Sequence[int], what: str) -> None:
         """Remember the largest call, and log the number of tiles of the first one of this kind that has several."""
-        first = self.tiles < 2 <= len(bounds)
+        first = self.tiles < 2 <= len(sizes)
         if tokens >= self.tokens:
-            self.tokens, self.tiles = tokens, len(bounds)
+            self.tokens, self.tiles = tokens, len(sizes)
         if first:
-            size = bounds[0][1] - bounds[0][0]
-            inform(f"{what} runs in {len(bounds)} tiles of {size} tokens (input of {tokens} tokens)", once=what)
+            inform(f"{what} runs in {len(sizes)} tiles of {sizes[0]} tokens (input of {tokens} tokens)", once=what)
 
 
 @dataclass
@@ -58,7 +57,6 @@ class Plan:
 
     last: nn.Linear | None
     """The module whose output a tile returns as it is: see NOTE [What the recompute leaves out]."""
-    layout: Layout
     output: tuple[torch.Size, torch.dtype] | None
     """Of a single output that may be pending: its dimensions behind those of the tokens, and its dtype."""
 
@@ -115,7 +113,7 @@ class TiledCall:
         arguments: All of them, with :data:`TENSOR` in the place of each tensor.
         names: Those of the last arguments, which are given by name.
         tokens: What the inputs have rows for.
-        bounds: The tiles.
+        sizes: The tokens of each tile.
     """
 
     def __init__(
@@ -125,14 +123,14 @@ class TiledCall:
         arguments: Sequence[Any],
         names: tuple[str, ...],
         tokens: Tokens,
-        bounds: Sequence[Bounds],
+        sizes: Sequence[int],
     ) -> None:
         self.function = function
         self.name = function.name
         self.arguments = arguments
         self.names = names
         self.tokens = tokens
-        self.bounds = bounds
+        self.sizes = sizes
         self.per_token = [tokens.cover(t) for t in inputs]
         self.wants_grad = [t.requires_grad for t in inputs]
         self.device = inputs[self.per_token.index(True)].device
@@ -173,5 +171,5 @@ class TiledCall:
         """Yield the tensors of each tile: its part of those that have a row for each token, and the others whole."""
         columns: list[Iterable[Tensor]] = []
         for tensor, per_token in zip(tensors, self.per_token, strict=True):
-            columns.append(self.tokens.tiles(tensor, self.bounds) if per_token else repeat(tensor, len(self.bounds)))
+            columns.append(self.tokens.tiles(tensor, self.sizes) if per_token else repeat(tensor, len(self.sizes)))
         return zip(*columns, strict=True)

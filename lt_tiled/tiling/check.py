@@ -131,10 +131,9 @@ class _Check:
         # 1. The call with two tiles, so unequal that sums over tokens differ.
         call = self.call
         first = max(1, self.tokens.count * 3 // 4)
-        bounds = [(0, first), (first, self.tokens.count)]
         self.others = pytree.tree_map(self.instead_of, call.arguments)
         function = replace(call.function, plans={})
-        few = TiledCall(function, self.inputs, self.others, call.names, self.tokens, bounds)
+        few = TiledCall(function, self.inputs, self.others, call.names, self.tokens, [first, self.tokens.count - first])
         self.targets: dict[Tensor, str] = {}
         for index, tensor in enumerate(self.inputs):
             if tensor.requires_grad:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, repeat
+from itertools import repeat
 from math import ceil, prod
 from typing import Any, TypeVar
 
@@ -20,24 +20,19 @@ from lt_tiled.policies import Tiling
 
 MIN_TILE_TOKENS = 1024
 """Below this many rows a matrix multiply is too thin to be efficient; ``num_shards="auto"`` never goes below it."""
-SUM_TOKENS = (8 / 3.35e12) / (8 / 400e12)
-"""The tokens whose arithmetic takes an H100 as long as a gradient sum: for each element a tile reads and writes the
-float32 sum, 8 bytes at 3.35 TB/s, and for each that a token uses it takes 8 FLOPs at 400 TFLOP/s."""
-MAX_SUMS_SHARE = 0.05
-"""The largest time for sums relative to arithmetic with ``num_shards="auto"``."""
 LARGE_TILE_TOKENS = 4096
-"""The least tokens where weights are large: the first power of two that keeps to this share."""
+"""The least tokens of a tile where the gradient sums are large."""
+SUM_TOKENS = 2400
+"""With so many tokens a tile's sums take an H100 5 % of the time of its arithmetic: of each element that a token uses
+the sum is read and written, 8 bytes at 3.35 TB/s, and each token takes 8 FLOPs at 400 TFLOP/s."""
 MAX_TILE_TOKENS = 8192
 """Above it more tiles cost next to nothing: the sums of large weights take less than 2 % of the time."""
 LARGE_SUMS = 32 * 2**20
 """The most bytes of float32 gradient sums that are assumed to stay in the cache of a GPU (an H100 has 50 MiB)."""
 
-Bounds = tuple[int, int]
-"""The first token of a tile, and the first one behind it."""
 
-
-def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, sizes: MLPSizes | None = None) -> list[Bounds]:
-    """Cut tokens into tiles whose sizes differ by one token at most, the larger ones first.
+def tile_sizes(tiling: Tiling, tokens: int, hidden_size: int, sizes: MLPSizes | None = None) -> list[int]:
+    """Cut tokens into tiles whose sizes differ by one token at most, the larger ones first; return their tokens.
 
     Memory that a tile frees then fits the next one. ``tile_tokens`` is the most tokens of a tile.
 
@@ -49,8 +44,8 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, sizes: MLPSizes |
 
     A tile has at most :data:`MAX_TILE_TOKENS` tokens and at least :data:`MIN_TILE_TOKENS`. Where the gradient sums,
     of a mixture those of all experts, are too large for the cache, it has :data:`LARGE_TILE_TOKENS` and as many more as
-    keep the sums at :data:`MAX_SUMS_SHARE` of its time. No tile has a single token: it would not show the layout of an
-    output, and the compiler treats sizes of one apart.
+    keep the sums below 5 % of its time. No tile has a single token: it would not show the layout of an output, and the
+    compiler treats sizes of one apart.
     """
     hidden = hidden_size
     if sizes:
@@ -58,24 +53,22 @@ def tile_bounds(tiling: Tiling, tokens: int, hidden_size: int, sizes: MLPSizes |
     rows = hidden // hidden_size  # a norm of each head (q_norm) has several rows a token
     if tiling.tile_tokens is not None:
         tiles = ceil(tokens / (tiling.tile_tokens * rows))
-    elif tiling.num_shards == "auto":
-        tiles = ceil(tokens / hidden_size)
-        if sizes:
-            tiles = max(ceil(4 * sizes.used / hidden**2), ceil(tokens / (MAX_TILE_TOKENS * rows)))
-        tiles = min(tiles, tokens // (_least_tokens(sizes) * rows))
-    else:
+    elif tiling.num_shards != "auto":
         tiles = tiling.num_shards
+    elif sizes is None:
+        tiles = min(ceil(tokens / hidden), tokens // MIN_TILE_TOKENS)
+    else:
+        # 1. The widest tensor, and the most tokens.
+        intermediate = sizes.used / (3 * hidden)  # three weights, as a gated MLP has
+        tiles = max(ceil(12 * intermediate / hidden), ceil(tokens / (MAX_TILE_TOKENS * rows)))
+        # 2. The least tokens. An MLP sums all that a token uses; of a mixture of experts a token uses a part.
+        least = MIN_TILE_TOKENS
+        if 4 * sizes.summed > LARGE_SUMS:
+            least = max(LARGE_TILE_TOKENS, ceil(SUM_TOKENS * sizes.summed / sizes.used))
+        tiles = min(tiles, tokens // (least * rows))
     tiles = max(1, min(tiles, tokens // 2))
     size, larger = divmod(tokens, tiles)
-    return list(pairwise([index * size + min(index, larger) for index in range(tiles + 1)]))
-
-
-def _least_tokens(sizes: MLPSizes | None) -> int:
-    """Return the tokens of the smallest tile that is worth its time."""
-    if sizes is None or 4 * sizes.summed <= LARGE_SUMS:
-        return MIN_TILE_TOKENS
-    # An MLP uses what it sums; a mixture of experts uses a part of it.
-    return max(LARGE_TILE_TOKENS, ceil(SUM_TOKENS * sizes.summed / sizes.used / MAX_SUMS_SHARE))
+    return [size + 1] * larger + [size] * (tiles - larger)
 
 
 T = TypeVar("T")
@@ -103,22 +96,16 @@ class Tokens:
         """Whether a tensor has an entry for each token."""
         return tensor.shape[: len(self.lead)] == self.lead
 
-    def tiles(self, whole: Tensor, bounds: Sequence[Bounds]) -> Sequence[Tensor]:
+    def tiles(self, whole: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Return each tile of ``[B, S, ...]`` as the module sees it: a view where the strides allow it."""
-        if len(bounds) == 1:  # in its own layout
+        if len(sizes) == 1:  # in its own layout
             return [whole.view_as(whole)]
         flat = whole.reshape(torch.Size([self.count]) + whole.shape[len(self.lead) :])
-        size = bounds[0][1]
-        last = bounds[-1][1] - bounds[-1][0]
-        # Tiles of the first size come first, then those of the last. Two operations cut them, however many there are.
-        first = len(bounds)
-        if size != last:
-            first = (self.count - last * len(bounds)) // (size - last)
-        # Not of one dimension of all tokens: with its strides torch's matmul would copy the weights for each tile.
-        lead = (1,) * (len(self.lead) - 1)
-        found = flat[: first * size].view(first, *lead, size, *flat.shape[1:]).unbind()
-        if first < len(bounds):
-            found += flat[first * size :].view(-1, *lead, last, *flat.shape[1:]).unbind()
+        ones = (1,) * (len(self.lead) - 1)
+        found: list[Tensor] = []
+        for part in flat.split(sizes):
+            # With the strides of a tensor of this size: with others torch's matmul would copy the weights.
+            found.append(part.view(*ones, *part.shape))
         return found
 
 
@@ -132,47 +119,41 @@ def flatten(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
     return pytree.tree_flatten(output)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the outputs of tiles go together."""
-
-    tree: pytree.TreeSpec
-    flat: tuple[bool, ...]
-    """Of each output, whether it is ``[tokens, ...]`` for hidden states ``[B, S, H]``, as of a router."""
-
-    @classmethod
-    def of(cls, leaves: Sequence[Any], tree: pytree.TreeSpec, tokens: Tokens, size: int, name: str) -> Layout:
-        """Return that of a tile of so many tokens.
-
-        Raises:
-            NotPositionWiseError: If an output is not per token.
-        """
-        lead = tokens.lead
-        if size < tokens.count:
-            lead = torch.Size([1] * (len(lead) - 1) + [size])
-        flat: list[bool] = []
-        for index, leaf in enumerate(leaves):
-            whole = isinstance(leaf, Tensor) and leaf.shape[: len(lead)] == lead
-            if not whole and not (isinstance(leaf, Tensor) and leaf.shape[:1] == (size,)):
-                what = f"of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-                raise NotPositionWiseError(
-                    f"{name}: output {index} ({what}) is not per token, so it would change with the tiles. {REMEDY}"
-                )
-            flat.append(not whole)
-        return cls(tree, tuple(flat))
-
-
 class Assembly:
-    """Collects the tiles' outputs into tensors of the untiled shape, ``wholes``, which are allocated once."""
+    """Collects the tiles' outputs into tensors of the untiled shape, ``wholes``, which are allocated once.
 
-    def __init__(self, tokens: Tokens, bounds: Sequence[Bounds], name: str, layout: Layout) -> None:
+    An output is ``[B, S, ...]`` as the hidden states, or ``[tokens, ...]``, as of a router.
+    """
+
+    def __init__(self, tokens: Tokens, sizes: Sequence[int], name: str) -> None:
         self.tokens = tokens
-        self.bounds = bounds
+        self.sizes = sizes
         self.name = name
-        self.layout = layout
+        self.tree: Any = None
+        """How outputs go together."""
         self.wholes: list[Tensor] = []
         self._tiles: list[Sequence[Tensor]] = []
         """Of each output, where the tiles' values go."""
+
+    def whole_shape(self, index: int, leaf: Any) -> torch.Size:
+        """Return the untiled shape of an output, given that of the first tile.
+
+        Raises:
+            NotPositionWiseError: If it is not per token.
+        """
+        lead = self.tokens.lead
+        size = self.sizes[0]
+        what = f"a {type(leaf).__name__}"
+        if isinstance(leaf, Tensor):
+            of_tile = lead if size == self.tokens.count else torch.Size([1] * (len(lead) - 1) + [size])
+            if leaf.shape[: len(lead)] == of_tile:
+                return lead + leaf.shape[len(lead) :]
+            if leaf.shape[:1] == (size,):
+                return torch.Size([self.tokens.count]) + leaf.shape[1:]
+            what = f"of shape {list(leaf.shape)}"
+        raise NotPositionWiseError(
+            f"{self.name}: output {index} ({what}) is not per token, so it would change with the tiles. {REMEDY}"
+        )
 
     def add(self, index: int, output: Any) -> None:
         """Put the output of a tile into its place.
@@ -182,8 +163,13 @@ class Assembly:
         """
         leaves, tree = flatten(output)
         if index == 0:
-            self._allocate(leaves)
-        same = tree == self.layout.tree
+            self.tree = tree
+            for place, leaf in enumerate(leaves):
+                # In the final shape, not as a view: what a Function returns may be changed in place only if it is none.
+                whole = leaf.new_empty(self.whole_shape(place, leaf))
+                self.wholes.append(whole)
+                self._tiles.append(self._cut(whole))
+        same = tree == self.tree
         for tiles, leaf in zip(self._tiles, leaves, strict=False):
             same = same and isinstance(leaf, Tensor) and leaf.shape == tiles[index].shape
             if same:
@@ -194,22 +180,12 @@ class Assembly:
                 f" tiled. {REMEDY}"
             )
 
-    def _allocate(self, outputs: Sequence[Tensor]) -> None:
-        lead = self.tokens.lead
-        for output, flat in zip(outputs, self.layout.flat, strict=False):  # another number of them is refused
-            shape = lead + output.shape[len(lead) :]
-            if flat:
-                shape = torch.Size([self.tokens.count]) + output.shape[1:]
-            # In the final shape, not as a view: what a Function returns may be changed in place only if it is none.
-            self.wholes.append(output.new_empty(shape))
-            self._tiles.append(self._cut(self.wholes[-1], flat))
-
-    def _cut(self, whole: Tensor, flat: bool) -> Sequence[Tensor]:
-        return whole.split([high - low for low, high in self.bounds]) if flat else self.tokens.tiles(whole, self.bounds)
+    def _cut(self, whole: Tensor) -> Sequence[Tensor]:
+        return self.tokens.tiles(whole, self.sizes) if self.tokens.cover(whole) else whole.split(self.sizes)
 
     def gradients(self, given: Sequence[Tensor | None]) -> Iterator[tuple[Tensor | None, ...]]:
         """Yield for each tile the gradients of its outputs, from those of the whole ones."""
         columns: list[Iterable[Tensor | None]] = []
-        for whole, flat in zip(given, self.layout.flat, strict=True):
-            columns.append(repeat(None, len(self.bounds)) if whole is None else self._cut(whole, flat))
+        for whole in given:
+            columns.append(repeat(None, len(self.sizes)) if whole is None else self._cut(whole))
         return zip(*columns, strict=True)

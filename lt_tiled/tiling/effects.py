@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -127,27 +127,3 @@ class Probe(TorchDispatchMode):
         else:
             leaves[0].fill_(0.6 if leaves[0].is_floating_point() else 0)
         return found
-
-
-# Where the graph of a tile begins
-
-
-def check_leaves(ends: Iterable[Any], known: Container[int], name: str) -> None:
-    """Refuse a graph, given the nodes at its end, that begins at leaves whose ids are not known."""
-    todo = list(ends)
-    seen: set[Any] = set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for following, _ in node.next_functions:
-            todo.append(following)
-        variable = getattr(node, "variable", None)  # of a leaf
-        # The link of an anchor has no elements.
-        if isinstance(variable, Tensor) and variable.numel() and id(variable) not in known:
-            raise NotPositionWiseError(
-                f"{name}: its output depends on a tensor of shape {list(variable.shape)} that is neither one of its"
-                " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it, or"
-                f" pass it as an argument. {REMEDY}"
-            )

@@ -21,7 +21,7 @@ from lt_tiled.modules.patch import is_of
 from lt_tiled.recompute.compare import TileFingerprints
 from lt_tiled.recompute.mode import PlainSavedTensors, RandomState, hidden_from_modes, random_state_kept
 from lt_tiled.tiling.call import Plan, TiledCall
-from lt_tiled.tiling.cut import Layout, flatten
+from lt_tiled.tiling.cut import Assembly, flatten
 from lt_tiled.tiling.weights import Entry, GradientSum
 
 FORWARD = "_lt_tiled_last"
@@ -51,7 +51,9 @@ class TileWatch:
         self.prints: TileFingerprints | None = None
         if compared:
             raises = call.function.tiling.compare == "raise"
-            self.prints = TileFingerprints(call.name, len(call.bounds), call.precision.dtype, raises)
+            self.prints = TileFingerprints(call.name, len(call.sizes), call.precision.dtype, raises)
+        self.as_planned = True
+        """Whether the last projection made the output of each tile so far, as in the first call of this kind."""
         self.calls = 0
         """Those of the projection in the tile that runs."""
         self.input: Any = None
@@ -71,23 +73,25 @@ class TileWatch:
         name = FORWARD if "forward" in self.last.__dict__ else "forward"
         return [(self.last.__dict__, name, self._forward)]
 
-    def run(self, tile: Sequence[Tensor]) -> tuple[Any, bool]:
-        """Run a tile; return its output, and whether the last projection made it as in the first call of this kind."""
+    def run(self, tile: Sequence[Tensor]) -> Any:
+        """Run a tile, and return its output."""
         self.calls = 0
         output = self.call.run(*tile)
-        own = self._output
-        self._output = None
         if self.last is None:
             if self.prints is not None:
                 self.prints.take(flatten(output)[0])
-            return output, True
-        # It ran once, and neither its input nor its output was changed since.
-        if own is None or own is not output or self.calls != 1:
-            return output, False
-        unchanged = own._version == 0 and self.input._version == self._version
+            return output
+        own = self._output
+        self._output = None
+        # It ran once, and neither its input nor its output was changed since, or has a hook.
+        as_planned = own is not None and own is output and self.calls == 1
+        if own is not None and as_planned:
+            as_planned = own._version == 0 and self.input._version == self._version
+            as_planned = as_planned and not (own._backward_hooks and has_users_hooks(own))
+        self.as_planned = self.as_planned and as_planned
         if self.sums is None:
             self.input = None
-        return output, unchanged and not (own._backward_hooks and has_users_hooks(own))
+        return output
 
     def _forward(self, input: Tensor) -> Tensor:
         self.calls += 1
@@ -175,9 +179,10 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
         with register_module_forward_hook(note):
             output = call.run(*next(call.tiles(leaves)))
         draws = not RandomState.now(call.device).same_as(before)
-    # 2. How outputs go together.
-    outputs, tree = flatten(output)
-    layout = Layout.of(outputs, tree, call.tokens, call.bounds[0][1], call.name)
+    # 2. Outputs that are not per token are refused.
+    assembly = Assembly(call.tokens, call.sizes, call.name)
+    for index, leaf in enumerate(flatten(output)[0]):
+        shape = assembly.whole_shape(index, leaf)
     # 3. The last projection. One that is tiled itself runs in tiles without its hooks.
     last: Any = call.function.root
     if type(last) is not nn.Linear:
@@ -189,9 +194,10 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
         last = None
     # 4. What a pending output is like. A second use of what draws random numbers would draw others.
     single = None
-    if isinstance(output, Tensor) and not layout.flat[0] and not draws:
-        single = (output.shape[len(call.tokens.lead) :], output.dtype)
-    return Plan(last, layout, single)
+    lead = call.tokens.lead
+    if isinstance(output, Tensor) and shape[: len(lead)] == lead and not draws:
+        single = (shape[len(lead) :], output.dtype)
+    return Plan(last, single)
 
 
 def has_users_hooks(tensor: Tensor) -> bool:

@@ -40,7 +40,7 @@ from lt_tiled.recompute.mode import is_real, is_transformed
 from lt_tiled.tiling.anchor import run_untiled
 from lt_tiled.tiling.call import TENSOR, EngineNeeds, LargestCall, Plan, TiledCall, TileFunction
 from lt_tiled.tiling.check import check_position_wise
-from lt_tiled.tiling.cut import Tokens, tile_bounds
+from lt_tiled.tiling.cut import Tokens, tile_sizes
 from lt_tiled.tiling.last import FORWARD, find_plan
 from lt_tiled.tiling.pending import Boundary, Pending, values
 from lt_tiled.tiling.recorded import CAPTURING, active_collector, record, run_recorded
@@ -199,7 +199,7 @@ class TiledPatch(Patch):
             call, inputs = made
             joined = call.function.joined
             if self.is_leader or joined:
-                self.leader.largest.note(call.tokens.count, call.bounds, self.kind)
+                self.leader.largest.note(call.tokens.count, call.sizes, self.kind)
             # 3. In the tiles of what follows, if that takes its output.
             if self._may_pend(module, call, inputs):
                 return Pending.of(call, inputs, self.leader)
@@ -270,12 +270,12 @@ class TiledPatch(Patch):
             return None
         # check and plan, in the first step: a rank with a short input must not wait for another that refuses
         tokens = Tokens(hidden.shape[:-1])
-        bounds = tile_bounds(self.tiling, tokens.count, hidden.shape[-1], self.sizes)
-        call = TiledCall(function, inputs, arguments, tuple(kwargs), tokens, bounds)
+        sizes = tile_sizes(self.tiling, tokens.count, hidden.shape[-1], self.sizes)
+        call = TiledCall(function, inputs, arguments, tuple(kwargs), tokens, sizes)
         early = not self.is_lone_norm and torch.is_grad_enabled() and tokens.count > 1
         # That norms may run in tiles, and in those of what follows, is a guess: it is checked whatever the policy says.
         checks = self.tiling.self_check or self.is_lone_norm or function.joined
-        if call.kind not in self.plans and (early or len(bounds) > 1):
+        if call.kind not in self.plans and (early or len(sizes) > 1):
             try:
                 if checks and is_real(inputs[0]):
                     check_position_wise(call, inputs, self.needs.passed)
@@ -285,7 +285,7 @@ class TiledPatch(Patch):
                     self._step_back(module, error)
                 self.plans[call.kind] = None
         # short
-        if len(bounds) < 2 or self.plans[call.kind] is None:
+        if len(sizes) < 2 or self.plans[call.kind] is None:
             return None
         return call, inputs
 

@@ -30,22 +30,23 @@ from lt_tiled.recompute.mode import (
 from lt_tiled.tiling.anchor import anchored, several_ranks
 from lt_tiled.tiling.call import TiledCall
 from lt_tiled.tiling.cut import Assembly, each_tile, flatten
-from lt_tiled.tiling.effects import check_leaves
 from lt_tiled.tiling.last import TileWatch
-from lt_tiled.tiling.weights import GradientSum, in_places, swapped
+from lt_tiled.tiling.weights import GradientSum, check_leaves, in_places, swapped
 
 
 def run_tiled(call: TiledCall, inputs: Sequence[Tensor]) -> Any:
     """Run a call tile by tile."""
     # 1. Without a backward pass the tiles run, and that is all.
     if not call.differentiable:
-        outputs, _ = forward(call, inputs)
+        outputs, trace = forward(call, inputs)
     else:
         # 2. Save the inputs and weights before any arithmetic.
         link, edges = anchored(call, inputs)
         # 3. Run all tiles without a graph; the node of this Function runs them again in the backward pass.
-        outputs = TiledFunction.apply(call, [], (), link, *edges)
-    return pytree.tree_unflatten(outputs, call.plan.layout.tree)
+        box: list[Trace] = []
+        outputs = TiledFunction.apply(call, box, (), link, *edges)
+        trace = box[0]
+    return pytree.tree_unflatten(outputs, trace.tree)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Trace:
     """The last projection, if the recompute leaves it out."""
     prints: TileFingerprints | None
     """What the tiles computed; ``None`` where tensors have no values."""
+    tree: Any
+    """How the outputs go together."""
 
 
 class TiledFunction(torch.autograd.Function):
@@ -88,7 +91,7 @@ class TiledFunction(torch.autograd.Function):
         saved = ctx.anchor.saved_tensors  # autograd refuses those that were changed in place
         # A pending output may have a gradient without having run, as of a Function that read its shape alone.
         trace = ctx.box[0] if ctx.box else forward(call, saved[: len(call.wants_grad)])[1]
-        return None, None, None, None, *Recompute(call, trace, saved).run(given)
+        return None, None, None, None, *Recompute(call, trace, saved, given).run()
 
 
 # The forward pass
@@ -98,22 +101,21 @@ class TiledFunction(torch.autograd.Function):
 def forward(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Trace]:
     """Run all tiles without a graph; return the outputs, and what the backward pass needs."""
     random = RandomState.now(call.device)
-    plan = call.plan
-    assembly = Assembly(call.tokens, call.bounds, call.name, plan.layout)
-    last = plan.last if call.differentiable else None
+    assembly = Assembly(call.tokens, call.sizes, call.name)
+    last = call.plan.last if call.differentiable else None
     watch = TileWatch(call, last, compared=call.differentiable and is_real(inputs[0]))
     # Graphs that the module makes for itself are hidden from an activation checkpoint around it.
     with torch.no_grad(), hidden_from_offloaders(), swapped(watch.entries()):
         for index, tile in each_tile(enumerate(call.tiles([tensor.detach() for tensor in inputs]))):
-            output, as_planned = watch.run(tile)
-            if not as_planned:
+            output = watch.run(tile)
+            if not watch.as_planned:
                 # Its code is another one than in the first call: from now on tiles are recomputed in full.
                 random.set()
-                call.function.plans[call.kind] = replace(plan, last=None)
+                call.function.plans[call.kind] = replace(call.plan, last=None)
                 return forward(call, inputs)
             assembly.add(index, output)
             del output
-    return tuple(assembly.wholes), Trace(random, last, watch.prints)
+    return tuple(assembly.wholes), Trace(random, last, watch.prints, assembly.tree)
 
 
 def hidden_from_offloaders() -> AbstractContextManager[Any]:
@@ -125,11 +127,19 @@ def hidden_from_offloaders() -> AbstractContextManager[Any]:
 
 
 class Recompute:
-    """The recompute of a call's tiles, and their gradients. What is the same for all tiles is made once."""
+    """The recompute of a call's tiles, and their gradients. What is the same for all tiles is made once.
 
-    def __init__(self, call: TiledCall, trace: Trace, saved: Sequence[Tensor]) -> None:
+    Args:
+        call: The call.
+        trace: What its forward pass left.
+        saved: Its inputs and weights.
+        given: A gradient for each output, in the untiled shape; ``None`` for outputs without one.
+    """
+
+    def __init__(self, call: TiledCall, trace: Trace, saved: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
         self.call = call
         self.trace = trace
+        self.given = given
         count = len(call.wants_grad)
         accumulate = call.function.tiling.accumulate
         # 1. A leaf and a sum for each weight, and for each input that all tiles see whole.
@@ -146,15 +156,8 @@ class Recompute:
         sums = dict(zip(self.leaves, self.sums, strict=True))
         self.watch = TileWatch(call, trace.last, trace.prints is not None, sums)
 
-    def run(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run all tiles.
-
-        Args:
-            given: A gradient for each output, in the untiled shape; ``None`` for outputs without one.
-
-        Returns:
-            A gradient for each input and each weight.
-        """
+    def run(self) -> list[Tensor | None]:
+        """Run all tiles, and return a gradient for each input and each weight."""
         call = self.call
         # 1. Random numbers, autocast and default dtype as in the forward pass; leaves in the places of weights.
         with ExitStack() as stack:
@@ -164,29 +167,32 @@ class Recompute:
             stack.enter_context(hidden_from_offloaders())
             stack.enter_context(swapped(in_places(call.weights.values(), self.leaves) + self.watch.entries()))
             # 2. Each tile runs again with a graph, and adds its gradients to the sums.
-            self._run_tiles(given)
-        # 3. It must have computed the same.
+            self._run_tiles()
+        # 3. It must have computed the same. If the last projection did not make the output, what it left out has no
+        # gradient: that is refused also with compare="warn".
         if self.trace.prints is not None and self.watch.prints is not None:
+            if not self.watch.as_planned:
+                self.watch.prints.taken.clear()
+                self.trace.prints.raises = True
             self.trace.prints.compare(self.watch.prints)
         # 4. One gradient for each input and weight.
         found: list[Tensor | None] = []
         for result, whole in zip(self.results, self.wholes, strict=True):
-            found.append(result if whole is None else whole.take())
+            found.append(result if whole is None else whole.take(zeros=False))
         for weight, total in zip(call.weights, self.sums, strict=True):
             # Other ranks may use a weight that no tile used, and a user's hook would see None.
-            if total.sum is None and (several_ranks() or weight._backward_hooks):
-                total.sum = total.sum_or_zeros()
-            found.append(total.take())
+            zeros = total.sum is None and (several_ranks() or bool(weight._backward_hooks))
+            found.append(total.take(zeros))
         return found
 
-    def _run_tiles(self, given: Sequence[Tensor | None]) -> None:
+    def _run_tiles(self) -> None:
         call = self.call
         # 1. The tiles of the inputs, of the gradients of outputs, and of where the gradients of inputs go.
-        assembly = Assembly(call.tokens, call.bounds, call.name, call.plan.layout)
+        gradients_of_tiles = Assembly(call.tokens, call.sizes, call.name).gradients(self.given)
         into: list[Sequence[Tensor | None]] = []
         for result in self.results:
-            into.append([None] * len(call.bounds) if result is None else call.tokens.tiles(result, call.bounds))
-        rows = zip(call.tiles(self.inputs), assembly.gradients(given), zip(*into, strict=True), strict=True)
+            into.append([None] * len(call.sizes) if result is None else call.tokens.tiles(result, call.sizes))
+        rows = zip(call.tiles(self.inputs), gradients_of_tiles, zip(*into, strict=True), strict=True)
         uncast = call.precision.disabled()  # as the untiled backward pass
         for index, (tile, gradients, results) in each_tile(enumerate(rows)):
             # 2. The tile's graph begins at leaves, whose gradients autograd adds to those of the whole.
@@ -196,41 +202,20 @@ class Recompute:
                 if result is not None:
                     leaf.grad = result
                 leaves.append(leaf)
-            # 3. It ends at outputs that have gradients.
+            # 3. It runs on views: of a leaf, autocast would cache the cast, and sum its gradients in 16 bits.
+            outputs = flatten(self.watch.run([leaf.view_as(leaf) for leaf in leaves]))[0]
+            # 4. Its graph ends at outputs that have gradients, which go to the leaves.
             ends: tuple[Tensor, ...] = ()
             at_ends: tuple[Tensor, ...] = ()
-            for output, gradient in zip(self._recomputed(leaves), gradients, strict=True):
+            for output, gradient in zip(outputs, gradients, strict=True):
                 if gradient is not None and output.requires_grad:
                     ends += (output,)
                     at_ends += (gradient,)
             if not ends:
                 continue
             if index == 0:
-                self._check_leaves(ends, leaves)
-            # 4. Gradients go to the leaves.
+                check_leaves(ends, leaves + self.leaves, call.name)  # the engine would see the gradient of each tile
             with uncast:
                 # What torch.autograd.backward calls. That checks shapes first, which are right here.
                 _engine_run_backward(ends, at_ends, False, False, (), allow_unreachable=True, accumulate_grad=True)
-            del ends, at_ends
-
-    def _recomputed(self, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Run a tile with a graph, and return its outputs."""
-        inputs = leaves
-        if self.call.precision.dtype is not None:
-            # Of a leaf, autocast would cache the cast, and sum its gradients in 16 bits.
-            inputs = [leaf.view_as(leaf) for leaf in leaves]
-        output, as_planned = self.watch.run(inputs)
-        if not as_planned and self.trace.prints is not None and self.watch.prints is not None:
-            # Refused at the end, also with compare="warn": what the projection left out has no gradient.
-            self.watch.prints.taken.clear()
-            self.trace.prints.raises = True
-        return flatten(output)[0]
-
-    def _check_leaves(self, ends: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-        """Refuse a graph that begins at other tensors, whose engine would see the gradient of each tile."""
-        known = {id(leaf) for leaf in leaves}
-        known.update(map(id, self.leaves))
-        for part in self.call.function.parts:
-            known.update(map(id, part._parameters.values()))
-            known.update(map(id, part._buffers.values()))
-        check_leaves([end.grad_fn for end in ends], known, self.call.name)
+            del outputs, output, ends, at_ends

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lt_tiled.errors import REMEDY, NotPositionWiseError
+
 Place = tuple[nn.Module, str]
 """A module and the name of an attribute."""
 Weights = dict[Tensor, list[Place]]
@@ -33,9 +35,7 @@ def weights_of(parts: Sequence[nn.Module]) -> Weights:
                 # Other attributes with a graph are what the module computed itself.
                 if holder is part.__dict__ and not (value.is_leaf or isinstance(value._base, nn.Parameter)):
                     continue
-                places = found.setdefault(value, [])
-                if (part, attribute) not in places:
-                    places.append((part, attribute))
+                found.setdefault(value, []).append((part, attribute))
     return found
 
 
@@ -64,7 +64,7 @@ def in_places(places: Iterable[Sequence[Place]], leaves: Iterable[Tensor]) -> li
 
 
 @contextmanager
-def swapped(entries: Sequence[Entry]) -> Iterator[None]:
+def swapped(entries: Iterable[Entry]) -> Iterator[None]:
     """Let dictionaries hold other values for a while, also if Ctrl-C comes at any line of this."""
     before: list[Entry] = []
     try:
@@ -76,18 +76,15 @@ def swapped(entries: Sequence[Entry]) -> Iterator[None]:
         finally:
             _restore(before)
     finally:
-        if before:  # after Ctrl-C in the first attempt
-            _restore(before)
+        _restore(before)  # once more, because Ctrl-C may have ended the first attempt
 
 
-def _restore(before: list[Entry]) -> None:
-    while before:
-        holder, key, value = before[-1]
+def _restore(before: Sequence[Entry]) -> None:
+    for holder, key, value in reversed(before):
         if value is _ABSENT:
             _remove(holder, key, None)
         else:
             _set(holder, key, value)
-        before.pop()
 
 
 ADDS_PRODUCTS = ("cuda",) if torch.version.cuda else ()
@@ -145,17 +142,13 @@ class GradientSum:
         else:
             _add_in_parts(total, left, right)
 
-    def sum_or_zeros(self) -> Tensor:
-        """Return the sum; zeros if no tile used the tensor."""
-        if self.sum is None:
-            return torch.zeros_like(self.leaf, requires_grad=False)
-        return self.sum
-
-    def take(self) -> Tensor | None:
-        """Return the sum in the tensor's own dtype; ``None`` if no tile used it."""
+    def take(self, zeros: bool) -> Tensor | None:
+        """Return the sum in the tensor's own dtype. If no tile used it: zeros, or ``None``."""
         total = self.sum
         self.sum = None
-        return None if total is None else total.to(self.dtype)
+        if total is None:
+            return torch.zeros_like(self.leaf, requires_grad=False) if zeros else None
+        return total.to(self.dtype)
 
 
 def _add_in_parts(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -164,3 +157,25 @@ def _add_in_parts(total: Tensor, left: Tensor, right: Tensor) -> None:
     size = max(1, len(total) // 8)
     for part, into in zip(left.split(size), total.split(size), strict=True):
         torch.addmm(into, part.to(total.dtype), right, out=into)
+
+
+def check_leaves(ends: Iterable[Tensor], known: Iterable[Tensor], name: str) -> None:
+    """Refuse a graph, given its ends, that begins at a leaf that is not known, and would get no gradient."""
+    ids = set(map(id, known))
+    todo: list[Any] = [end.grad_fn for end in ends]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            todo.append(following)
+        leaf = getattr(node, "variable", None)
+        # The link of an anchor has no elements.
+        if isinstance(leaf, Tensor) and leaf.numel() and id(leaf) not in ids:
+            raise NotPositionWiseError(
+                f"{name}: its output depends on a tensor of shape {list(leaf.shape)} that is neither one of its"
+                " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it, or"
+                f" pass it as an argument. {REMEDY}"
+            )
