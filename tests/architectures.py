@@ -18,7 +18,7 @@ H, WIDE, HEADS = 32, 192, 4
 
 _SIZES: dict[str, Any] = {
     **{"vocab_size": VOCAB, "pad_token_id": 0, "max_position_embeddings": LENGTH, "attention_dropout": 0.0},
-    **{"hidden_size": H, "n_embd": H, "d_model": H, "dim": H, "word_embed_proj_dim": H},
+    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "dim"], H),
     **dict.fromkeys(["intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim"], WIDE),
     **dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], WIDE),
     **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"], 2),
@@ -96,10 +96,6 @@ def _classified(name: str, *shape: int) -> Callable[[Any], dict[str, torch.Tenso
     return lambda model: {name: _floats(model, BATCH, *shape), "labels": torch.tensor([0, 1])}
 
 
-def _speech(model: Any) -> dict[str, torch.Tensor]:
-    return {"input_features": _floats(model, BATCH, 16, 2 * LENGTH), "labels": _ids()}
-
-
 def _images_in_text(model: Any) -> dict[str, torch.Tensor]:
     ids = _ids()
     ids[:, 4:20] = model.config.image_token_id
@@ -111,12 +107,6 @@ def _images_beside_text(model: Any) -> dict[str, torch.Tensor]:
     kinds = {"aspect_ratio_ids": one, "aspect_ratio_mask": one[..., None]}
     seen = torch.ones(BATCH, LENGTH, 1, 1, dtype=torch.int64)
     return {**_text(model), **kinds, "pixel_values": _pixels(model)[:, None, None], "cross_attention_mask": seen}
-
-
-def _gemma3_images(model: Any) -> dict[str, torch.Tensor]:
-    inputs = _images_in_text(model)
-    kinds = (inputs["input_ids"] == model.config.image_token_id).long()
-    return {**inputs, "token_type_ids": kinds, "attention_mask": torch.ones_like(kinds)}
 
 
 def _qwen3_vl_images(model: Any) -> dict[str, torch.Tensor]:
@@ -151,10 +141,7 @@ def _seq2seq(name: str, **more: Any) -> Architecture:
     return _of(f"{name}ForConditionalGeneration", **more)
 
 
-_WHISPER = {"num_mel_bins": 16, "max_source_positions": LENGTH, "max_target_positions": LENGTH}
-_WHISPER |= {"decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
 _LLAMA_4 = {"intermediate_size_mlp": WIDE, "interleave_moe_layer_step": 2}
-_GEMMA_3 = {"text_config": _SIZES, "vision_config": _VISION, "mm_tokens_per_image": 16, "image_token_id": 1}
 _MOBILE_BERT = {"embedding_size": H, "intra_bottleneck_size": 16, "num_feedforward_networks": 2}
 _SEES = {"depth": 2, "hidden_size": H, "intermediate_size": WIDE, "num_heads": HEADS, "patch_size": 8}
 _SEES |= {"out_hidden_size": H, "spatial_merge_size": 2, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
@@ -198,7 +185,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma 2": _causal("Gemma2", error=1e-6),
     "GPT-2": _of("GPT2LMHeadModel", "GPT2Config", more_flops=_LAST),
     "GPT-NeoX": _causal("GPTNeoX"),
-    "OPT": _causal("OPT", finds=False),
     "Falcon": _causal("Falcon", head_dim=None, ffn_hidden_size=WIDE, more_flops=_LAST),
     "BLOOM": _causal("Bloom", more_flops=_LAST),
     "OLMo 2": _causal("Olmo2"),
@@ -214,9 +200,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "BART": _seq2seq("Bart", finds=False),
     "BERT": _masked("Bert"),
     "ViT": _vision("ViT"),
-    "Whisper": _seq2seq("Whisper", finds=False, **_WHISPER, inputs=_speech),
     "Qwen 3-VL": _seq2seq("Qwen3VL", base=_QWEN3_VL, inputs=_qwen3_vl_images),
-    "Gemma 3 (image and text)": _seq2seq("Gemma3", base=_GEMMA_3, inputs=_gemma3_images, error=1e-6),
     "Nemotron": _causal("Nemotron"),
     "OLMo": _causal("Olmo"),
     "Doge": _causal("Doge", more_flops="the residual is scaled after it, and saved for that"),

@@ -156,7 +156,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 1.0, momentum=0.9)
 
 
-def spread_of(train: Callable[[], list[float]]) -> float:
+@functools.cache
+def _spread(steps: int, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> float:
     """Return how far the losses of untiled runs are apart, relative to them, if only the order of sums differs.
 
     It is at least float32's epsilon.
@@ -164,8 +165,8 @@ def spread_of(train: Callable[[], list[float]]) -> float:
     runs = []
     for flipped in ORDERS:
         with torch.random.fork_rng(devices=[]), Reordered(*flipped):
-            runs.append(torch.tensor(train(), dtype=torch.float64))
-    losses = torch.stack(runs)
+            runs.append(_losses(steps, optimizer))
+    losses = torch.tensor(runs, dtype=torch.float64)
     assert losses.isfinite().all()
     lowest = losses.amin(0)
     assert (lowest >= 0).all()
@@ -173,38 +174,27 @@ def spread_of(train: Callable[[], list[float]]) -> float:
     return max(apart, torch.finfo(torch.float32).eps)
 
 
-@functools.cache
-def _spread(
-    steps: int, build: Callable[[], nn.Module], optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-) -> float:
-    def train() -> list[float]:
-        torch.manual_seed(0)
-        model, losses = build(), []
-        chosen = optimizer(model.parameters())
-        for step in range(steps):
-            ids = torch.randint(32, (4, 24), generator=torch.Generator().manual_seed(step))
-            output = model(ids)
-            loss = lm_loss(getattr(output, "logits", output), ids)
-            chosen.zero_grad()
-            loss.backward()
-            chosen.step()
-            losses.append(float(loss.detach()))
-        return losses
-
-    return spread_of(train)
+def _losses(steps: int, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> list[float]:
+    torch.manual_seed(0)
+    model, losses = TinyLM(), []
+    chosen = optimizer(model.parameters())
+    for step in range(steps):
+        ids = torch.randint(32, (4, 24), generator=torch.Generator().manual_seed(step))
+        loss = lm_loss(model(ids), ids)
+        chosen.zero_grad()
+        loss.backward()
+        chosen.step()
+        losses.append(float(loss.detach()))
+    return losses
 
 
-def rounding(
-    steps: int = 3,
-    build: Callable[[], nn.Module] = TinyLM,
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd,
-) -> float:
+def rounding(steps: int = 3, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd) -> float:
     """Return the relative difference that rounding may cause in float32 after some optimizer steps.
 
     It is ``SPREADS`` times the spread of untiled runs of this model with this optimizer, in as many steps on this
     machine.
     """
-    return SPREADS * _spread(steps, build, optimizer)
+    return SPREADS * _spread(steps, optimizer)
 
 
 def near(losses: Any, **of: Any) -> Any:

@@ -84,14 +84,6 @@ def test_missing_packages() -> None:
     assert harness.judged(harness.attempt(missing), 1.0) == "✗ raises ImportError"
 
 
-def test_table() -> None:
-    table = Table("a title", ["", "FLOPs"], "A note.")
-    table.add("lt_tiled", harness.marked("1.00", True))
-    assert table.text() == (
-        "## a title\n\n|          | FLOPs  |\n| -------- | ------ |\n| lt_tiled | ✓ 1.00 |\n\nA note.\n"
-    )
-
-
 @pytest.mark.full
 def test_sequence_parallel() -> None:
     """lt_tiled has the loss and the gradients of one process for packed documents, and DeepSpeed has not."""

@@ -194,16 +194,6 @@ def adapted(build: Callable[[], Any], **config: Any) -> Callable[[], nn.Module]:
     return with_adapters
 
 
-class RunsTwice(TinyLM):
-    """Runs each block twice."""
-
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        x = self.embed(ids)
-        for block in [*self.blocks, *self.blocks]:
-            x = block(x)
-        return self.head(x)
-
-
 class TakesIds(Block):
     """A block that embeds tokens by itself."""
 
@@ -216,14 +206,14 @@ class TakesIds(Block):
 
 
 class OfTokens(TinyLM):
-    """Adds the outputs of blocks that are given no hidden states."""
+    """Its first block is given no hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(TakesIds() for _ in range(2))
+        self.blocks[0] = TakesIds()
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        return self.head(self.embed(ids) + self.blocks[0](ids) + self.blocks[1](ids))
+        return self.head(self.blocks[1](self.blocks[0](ids)))
 
 
 class UsesNormBefore(TinyLM):
@@ -283,7 +273,6 @@ HEAD = {"target_modules": ["q_proj", "lm_head"]}
 EXPERTS = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 TOWERS = r".*language_model.layers.1.*(gate_proj|down_proj|q_proj)|.*visual.*linear_fc1"
 ON_DISK = {"activation_checkpointing": ActivationCheckpointing(offload="disk", keep_last=0)}
-KEPT = {"activation_checkpointing": ActivationCheckpointing(keep="attention")}
 CHECKED = {"tiling": 3, "activation_checkpointing": None}
 UNTILED: dict[str, Any] = {"tiling": None, "activation_checkpointing": None}
 COMPILER: dict[str, Any] = {"backend": "aot_eager"}
@@ -298,7 +287,6 @@ KINDS = {
     "everything": Kind(
         loss=of_tiles, policies=ON_DISK, rate=1.0, engines=ENGINES, loops=("fabric", "trainer", "pytorch_lightning")
     ),
-    "attention is kept": Kind(policies=KEPT, rate=1.0),
     "random state and buffers": Kind(
         of_blocks(Restores), policies={"tiling": None, "activation_checkpointing": True}, alike=False
     ),
@@ -376,7 +364,6 @@ KINDS = {
     "first is unused": Kind(loss=of_calls(lambda ids, loss: 0 * loss(ids[0]).detach() + loss(ids[1]))),
     "last is unused": Kind(loss=of_calls(lambda ids, loss: loss(ids[0]) + 0 * loss(ids[1]).detach())),
     # Leaf modules of ZeRO-3, and what they cannot be.
-    "blocks run twice": Kind(RunsTwice, engines=("ddp", "zero2", "zero3")),
     "own leaves": Kind(own_leaves, policies=CHECKED, engines=("zero3",)),
     "no hidden states": Kind(OfTokens, engines=()),
     "norm before": Kind(UsesNormBefore, engines=()),

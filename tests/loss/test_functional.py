@@ -103,8 +103,10 @@ def test_equal_to_torch(options: dict[str, Any], reduction: Any, device: str) ->
 @pytest.mark.parametrize("scale", [1 / 24, 1.0, 1024.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_precisions_and_scales(dtype: torch.dtype, scale: float, device: str) -> None:
-    """In each dtype and at any scale of the loss, it and its gradients are as near to float64 as untiled."""
-    hidden, weight, labels, bias = some(dtype, device=device)
+    """In each dtype and at any scale of the loss, it and its gradients are as near to float64 as untiled. A GPU adds
+    16-bit products to a float32 sum, others in parts.
+    """
+    hidden, weight, labels, bias = some(dtype, 1000, 1001, device)
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight, bias)]
     true = differentiated(untiled(exact[0], exact[1], labels, exact[2]), exact, scale)
     plain = differentiated(untiled(hidden, weight, labels, bias), [hidden, weight, bias], scale)
@@ -240,6 +242,24 @@ def peak_in_logits(dtype: torch.dtype, **options: Any) -> float:
 def test_peak_in_tiles_of_logits(dtype: torch.dtype, options: dict[str, Any], most: float) -> None:
     """A loss holds one tile of logits in their dtype, a part of it in float32, and the small gradients."""
     assert 1 < peak_in_logits(dtype, **options) <= most
+
+
+@pytest.mark.low_precision
+@pytest.mark.parametrize("device", ["second", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_peak_of_an_accelerator(device: str) -> None:
+    """The most bytes that a bfloat16 loss allocates are less than two tiles of logits and the weight's gradients."""
+    tokens, hidden_size, vocab, shards = (8192, 64, 65536, 8) if device == "cuda" else (512, 16, 2048, 8)
+    hidden = torch.randn(tokens, hidden_size, device=device).bfloat16().requires_grad_()
+    weight = torch.randn(vocab, hidden_size, device=device).bfloat16().requires_grad_()
+    labels = torch.randint(vocab, (tokens,), device=device)
+    tiled_linear_cross_entropy(hidden, weight, labels, num_shards=shards)  # allocates cuBLAS's workspace
+    module = torch.get_device_module(device)
+    module.synchronize()
+    module.reset_peak_memory_stats()
+    before = module.memory_allocated()
+    tiled_linear_cross_entropy(hidden, weight, labels, num_shards=shards).backward()
+    tile, gradients = 2 * tokens // shards * vocab, 10 * vocab * hidden_size + 4 * tokens * hidden_size
+    assert module.max_memory_allocated() - before <= 2 * tile + gradients
 
 
 @pytest.mark.low_precision

@@ -49,28 +49,25 @@ POLICIES: dict[str, dict[str, Any]] = {
     "kept in memory": kept("cpu"),
     "kept on disk": kept("disk"),
 }
+COMBINED = [
+    "packed",
+    "router loss",
+    "hand-written",
+    "named module",
+    "LoRA",
+    "qwen3_next",
+    "bamba",
+    "lfm2",
+    "gpt_oss",
+]
 
 
 @pytest.mark.table(
-    "packed-tiled|(windows in some layers|hand-written|gpt_oss)-kept on disk|router loss-checkpointed"
+    "packed-tiled|(hand-written|gpt_oss)-kept on disk|router loss-checkpointed"
     "|(qwen3_next|bamba|lfm2)-kept in memory|LoRA-tiled|named module-kept"
 )
 @pytest.mark.parametrize("policies", POLICIES)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "packed",
-        "windows in some layers",
-        "router loss",
-        "hand-written",
-        "named module",
-        "LoRA",
-        "qwen3_next",
-        "bamba",
-        "lfm2",
-        "gpt_oss",
-    ],
-)
+@pytest.mark.parametrize("name", COMBINED)
 def test_with_policies(name: str, policies: str, four_ranks: World) -> None:
     """Tiles, activation checkpointing, what it keeps and where that is leave loss and gradients as they are."""
     for error, _, refused in four_ranks(shared, name, 2, POLICIES[policies]):
@@ -94,7 +91,7 @@ _ENCODER = "is an encoder-decoder, .* use a decoder-only model"
 _BLOCKS = r"needs one list of blocks: name the modules to share in SequenceParallel\(targets=...\)"
 _CHECKED = r"(cannot run on a part of its tokens|has another (output|gradient)).* Use sdpa|no attention saw all tokens"
 _CHECKED += "|The state of Mamba 1 has no heads"
-REFUSED = dict.fromkeys(["BART", "T5", "Whisper"], _ENCODER)
+REFUSED = dict.fromkeys(["BART", "T5"], _ENCODER)
 REFUSED |= dict.fromkeys(["LeViT", "Swin", "wav2vec 2.0"], _BLOCKS)
 REFUSED["Llama 4 (text)"] = "scales attention by positions that it counts from its own tokens"
 REFUSED["Llama 3.2 (image and text)"] = "needs self-attention of all .* use another attention"
