@@ -53,9 +53,7 @@ class Engine(EngineNeeds):
             if isinstance(part, FullyShardedDataParallel | FSDPModule):
                 units.add(unwrapped(part))
         _refuse_units_inside(model, units)
-        # ZeRO-3 reduces the gradients of a leaf in an order of its own.
         zero3 = any(hasattr(weight, "ds_id") for weight in model.parameters())
-        self.one_order = not zero3
         # The weights of a norm or an MLP that is a unit are there during its call alone.
         self.pending = not any(get_patch(unit, TiledPatch) for unit in units)
         if zero3:

@@ -57,14 +57,14 @@ def several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def run_untiled(parts: Sequence[nn.Module], one_order: bool, run: Callable[[], Any]) -> Any:
+def run_untiled(parts: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
     """Run modules as they are, where ranks may differ with their weights behind an anchor.
 
-    See NOTE [One order on all ranks]. Other engines, and transforms, do not need it.
+    See NOTE [One order on all ranks]. Transforms do not need it, and ZeRO-3 has an order of its own for a leaf.
     """
-    differ = one_order and several_ranks() and torch.is_grad_enabled() and not is_transformed()
+    differ = several_ranks() and torch.is_grad_enabled() and not is_transformed()
     weights = weights_of(parts) if differ else {}
-    if not weights:
+    if not weights or hasattr(next(iter(weights)), "ds_id"):
         return run()
     link = next(iter(weights)).new_empty(0, requires_grad=True)
     _, *edges = Anchor.apply((), link, *[weight.view_as(weight) for weight in weights])

@@ -42,8 +42,6 @@ class EngineNeeds:
 
     pending: bool = True
     """Whether norms may run in the tiles of what follows: the weights of both must be there."""
-    one_order: bool = True
-    """Whether gradients must arrive in one order on all ranks: see NOTE [One order on all ranks]."""
     passed: set[Hashable] = field(default_factory=set)
     """The kinds of modules and calls that passed the self-check."""
 

@@ -210,7 +210,7 @@ class TiledPatch(Patch):
                     return result.transpose(1, 2)
                 return result if collector is None else record(result, collector)
         # 5. Untiled.
-        return run_untiled(function.parts, self.needs.one_order, partial(self.inner, module, *args, **kwargs))
+        return run_untiled(function.parts, partial(self.inner, module, *args, **kwargs))
 
     def _function(self, module: nn.Module) -> TileFunction:
         """Return what runs on a tile: the module's own code below this patch."""
@@ -236,11 +236,8 @@ class TiledPatch(Patch):
         Raises:
             NotPositionWiseError: If the self-check failed, a user chose the module, and nothing in it can be tiled.
         """
-        # transform
-        if is_transformed() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            return None
-        # check, in an earlier call
-        if self.untiled:
+        # check, in an earlier call; transform
+        if self.untiled or is_transformed() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return None
         # hook
         for part in function.inside:
@@ -256,16 +253,13 @@ class TiledPatch(Patch):
         # inputs
         inputs: list[Tensor] = []
         arguments: list[Any] = []
+        hidden = None
         for value in (*args, *kwargs.values()):
+            arguments.append(TENSOR if isinstance(value, Tensor) else value)
             if isinstance(value, Tensor):
                 inputs.append(value)
-                value = TENSOR
-            arguments.append(value)
-        hidden = None
-        for tensor in inputs:
-            if tensor.is_floating_point() and tensor.dim() > 1:
-                hidden = tensor
-                break
+                if hidden is None and value.is_floating_point() and value.dim() > 1:
+                    hidden = value
         if hidden is None or hidden.is_nested or hasattr(hidden, "placements"):  # a DTensor
             return None
         # check and plan, in the first step: a rank with a short input must not wait for another that refuses
