@@ -24,7 +24,7 @@ class TextFiles(LightningDataModule):
     """Reads text files and cuts them into sequences of ``seq_len`` tokens that do not overlap.
 
     The last part of the text is for testing, the part before it for validation. A run that is resumed in the middle of
-    an epoch continues with the batches that are left of it.
+    an epoch, with the same text, arguments, seed and ranks, continues with the batches that are left of it.
 
     Args:
         paths: Files, directories (their ``*.txt``, ``*.md`` and ``*.py`` files) and globs. The default is the source of
@@ -60,7 +60,6 @@ class TextFiles(LightningDataModule):
         self.tokenizer = tokenizer
         self.vocab_size = 256
         self._parts: dict[str, Tensor] = {}
-        self.resumed: dict[str, Any] = {}  # the state of the checkpoint
 
     def setup(self, stage: str) -> None:
         """Cut the text into ``[sequences, seq_len]`` for each of the three parts, alike on every rank."""
@@ -108,49 +107,22 @@ class TextFiles(LightningDataModule):
         options["collate_fn"] = lambda tokens: {"input_ids": torch.stack(tokens).long()}
         return _Loader(rows, batch_size=self.batch_size, **options)
 
-    # Resuming within an epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what determines the batches of an epoch, and how many batches the run has begun."""
-        trainer: Any = self.trainer
-        if trainer is None or not self._parts:
-            return {}
-        return {
-            "seq_len": self.seq_len,
-            "batch_size": self.batch_size,
-            "ranks": _ranks(trainer)["num_replicas"],
-            "seed": os.environ.get("PL_GLOBAL_SEED"),
-            "sequences": len(self._parts["train"]),
-            "total": trainer.fit_loop.epoch_loop.batch_progress.total.ready,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.resumed = state_dict
-
 
 class _EpochOrder(DistributedSampler[Tensor]):
     """Shuffles sequences for each epoch, divides them among the ranks, and leaves out what a resumed run has seen."""
 
     def __init__(self, data: TextFiles, sequences: Any) -> None:
-        super().__init__(sequences, **_ranks(data.trainer), seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
         self.data: Any = data
+        ranks = self.data.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        super().__init__(sequences, **ranks, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
 
     def __iter__(self) -> Iterator[Any]:
         # 1. Lightning creates iterators before it restores its counts, but a generator starts with its first item.
         counts = self.data.trainer.fit_loop.epoch_loop.batch_progress
         # 2. Lightning counts an epoch that max_steps ends as a whole one. The batches before an epoch are certain.
         self.set_epoch(counts.total.completed - counts.current.completed)
-        # 3. No batch has been trained on since the checkpoint, and no other callback reads the loader.
-        trained = 0
-        if counts.current.ready and counts.total.ready == self.data.resumed.get("total"):
-            trained = counts.current.ready
-            changed = dict(self.data.resumed.items() - self.data.state_dict().items())
-            if changed:
-                raise ValueError(
-                    f"The checkpoint is of the middle of an epoch with {changed}: resume with the same, or from the end"
-                    " of an epoch."
-                )
-        yield from islice(super().__iter__(), trained * self.data.batch_size, None)
+        # 3. Lightning counts from 0 in a new epoch, and in a resumed one from where it stopped.
+        yield from islice(super().__iter__(), counts.current.ready * self.data.batch_size, None)
 
 
 class _Loader(DataLoader[Tensor]):
@@ -160,11 +132,6 @@ class _Loader(DataLoader[Tensor]):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-def _ranks(trainer: Any) -> dict[str, Any]:
-    """Return the number of ranks that divide the data, and which this one is."""
-    return trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
 
 
 def read_text(paths: str | Sequence[str] | None) -> bytes:
