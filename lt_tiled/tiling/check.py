@@ -13,21 +13,22 @@ not mistaken for rounding. Training and evaluation are checked each in its first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from math import prod
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.recompute.mode import PLAIN_TENSORS, PlainSavedTensors, hidden_from_modes, random_state_kept, version_of
 from lt_tiled.tiling.call import TiledCall
-from lt_tiled.tiling.cut import Tokens, flatten
-from lt_tiled.tiling.effects import TOLERANCE, Probe, copies_in_place, held, norm, value_of
+from lt_tiled.tiling.cut import Tokens
 from lt_tiled.tiling.last import find_plan
 from lt_tiled.tiling.run import run_tiled
 
@@ -37,6 +38,12 @@ MOST_BYTES = 256 * 2**20
 _FLOOR = 1e-3
 """Smaller values, relative to the inputs or the outputs' gradients, are compared as if they had this size: they may be
 rounding."""
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Relative difference that rounding may cause when a matrix product has another shape (float32: TF32 included)."""
+_BY_VALUE = (int, float, complex, str, bytes, torch.Size, torch.device)
+_OF_TORCH = nn.Module().__dict__.keys() - {"training", "_parameters", "_buffers"}
+Held = frozenset[tuple[str, Hashable, Hashable]]
+"""Names, modules, and facts that are equal as long as what is there is the same."""
 
 
 def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], passed: set[Hashable]) -> None:
@@ -63,7 +70,7 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], passed: set[H
         for wide in (True, False):
             try:
                 check = _Check(call, inputs, wide)
-                with copies_in_place(call.function.parts, check.instead_of):
+                with _copies_in_place(call.function.parts, check.instead_of):
                     check.run()
                 break
             except NotPositionWiseError:
@@ -81,13 +88,35 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], passed: set[H
     passed.add(kind)
 
 
-class _Check:
-    """A few tokens of a call, in the module's own layout, in float64 if it is wide."""
+@contextmanager
+def _copies_in_place(parts: Sequence[nn.Module], copy: Callable[[Any], Any]) -> Iterator[None]:
+    """Let copies stand in the places of tensors and containers that modules hold, so that nothing stays changed."""
+    before = [(part, part.__dict__) for part in parts]
+    try:
+        for part, entries in before:
+            object.__setattr__(part, "__dict__", {**entries, **pytree.tree_map(copy, _own(part))})
+        yield
+    finally:
+        for part, entries in before:
+            object.__setattr__(part, "__dict__", entries)
+
+
+class _Check(TorchDispatchMode):
+    """A few tokens of a call, in the module's own layout, in float64 if it is wide.
+
+    As a mode it lets all tokens draw the same numbers, as if no tiles were there, and counts them. It refuses
+    collectives.
+    """
 
     def __init__(self, call: TiledCall, inputs: Sequence[Tensor], wide: bool) -> None:
+        super().__init__()
         self.call = call
         self.wide = wide
-        self.probe = Probe(call)
+        self.drawn = 0
+        self.dtypes: set[torch.dtype] = {torch.float64}
+        """The dtypes of what was computed."""
+        self.parallel = any(hasattr(weight, "placements") for weight in call.weights)
+        """Whether the weights are DTensors, whose ranks make equal tiles."""
         self.bytes = 0
         """Those of the copies in float64."""
         self.copies: dict[int, Tensor] = {}
@@ -126,6 +155,30 @@ class _Check:
             copy = nn.Parameter(copy, requires_grad=False)
         return copy.requires_grad_(wants)
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # 1. Collectives.
+        kwargs = kwargs or {}
+        if "c10d" in func.namespace and not self.parallel:
+            self._refuse(
+                f"communicates with other ranks in its forward ({func.name()}), and ranks with other tiles would not"
+                " answer."
+            )
+        # 2. Dtypes. The link of an anchor has no elements.
+        found = func(*args, **kwargs)
+        leaves = found if isinstance(found, tuple | list) else (found,)
+        self.dtypes.update(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel())
+        # 3. Random numbers: those that most masks keep, and a category that each token has.
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return found
+        self.drawn += leaves[0].numel()
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(found[1])  # the backward pass scales both calls alike
+        if "bernoulli" in func.name():
+            leaves[0].fill_(1)
+        else:
+            leaves[0].fill_(0.6 if leaves[0].is_floating_point() else 0)
+        return found
+
     def run(self) -> None:
         """Run all tokens and then two tiles, and compare them."""
         # 1. The call with two tiles, so unequal that sums over tokens differ.
@@ -144,22 +197,31 @@ class _Check:
         # 2. All tokens at once, on copies, which the module may change.
         tile = list(map(torch.clone, self.inputs))
         versions = list(map(version_of, tile))
-        with self.probe:
-            outputs = flatten(few.run(*tile))[0]
+        with self:
+            outputs = pytree.tree_leaves(few.run(*tile))
         if versions != list(map(version_of, tile)):
             self._refuse("changes its input in place, which tiles cannot do. Make the change out of place.")
-        # 3. The tiles. The first run may have filled caches, but from now on nothing may change.
+        # 3. A tile, which must draw its share of the random numbers. The first run may have filled caches, but from now
+        # on nothing may change.
         self.before = held(call.function.parts, self.others, value_of)
+        all_drawn = self.drawn
+        with self, torch.no_grad():
+            few.run(*next(few.tiles(list(map(torch.clone, self.inputs)))))
+        if (self.drawn - all_drawn) * self.tokens.count != all_drawn * first:
+            self._refuse(
+                "draws one random mask for several tokens, such as locked dropout or stochastic depth, and each tile"
+                " would draw another."
+            )
+        # 4. Both tiles.
         function.plans[few.kind] = find_plan(few, self.inputs)  # which runs one with a graph, to its end
-        few.run = partial(self._run_tile, few.run, self.probe.drawn, call.per_token.index(True))
-        with self.probe:
-            of_tiles = flatten(run_tiled(few, self.inputs))[0]
+        with self:
+            of_tiles = pytree.tree_leaves(run_tiled(few, self.inputs))
         for index, (whole, own) in enumerate(zip(outputs, of_tiles, strict=True)):
             same = whole.shape == own.shape and whole.requires_grad <= own.requires_grad
             if not same or not torch.equal(whole.isfinite(), own.isfinite()):
                 self._refuse(f"is not position-wise: its output {index} has another shape or is finite elsewhere.")
             self._compare(f"output {index}", whole, own, self.inputs)
-        # 4. Gradients. A loss that the module attaches has one, whatever those of its outputs are.
+        # 5. Gradients. A loss that the module attaches has one, whatever those of its outputs are.
         if any(map(norm, self._gradients(outputs, list(map(torch.zeros_like, outputs))))):
             self._refuse(
                 "has gradients that do not come from its output, such as those of a loss that it attaches itself, which"
@@ -172,18 +234,6 @@ class _Check:
         for name, whole, own in zip(self.targets.values(), gradients, gradients_of_tiles, strict=False):
             self._compare(f"gradient of {name}", whole, own, given)
 
-    def _run_tile(self, run: Callable[..., Any], all_drawn: int, index: int, *tile: Tensor) -> Any:
-        """Run a tile, which must draw its share of the random numbers."""
-        before = self.probe.drawn
-        output = run(*tile)
-        drawn = self.probe.drawn - before
-        if drawn * self.inputs[index].numel() != all_drawn * tile[index].numel():
-            self._refuse(
-                "draws one random mask for several tokens, such as locked dropout or stochastic depth, and each tile"
-                " would draw another."
-            )
-        return output
-
     def _gradients(self, outputs: Sequence[Any], given: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of inputs and weights, given those of the outputs; none if there is no graph."""
         ends: list[Tensor] = []
@@ -194,7 +244,7 @@ class _Check:
                 at_ends.append(gradient)
         if not ends or not self.targets:
             return []
-        with self.probe:
+        with self:
             targets = tuple(self.targets)
             found = torch.autograd.grad(ends, targets, at_ends, retain_graph=True, materialize_grads=True)
         return list(map(Tensor.to_dense, found))
@@ -204,7 +254,7 @@ class _Check:
         size = norm(whole)
         difference = norm(whole - tiled)
         # The least precise dtype of the run decides. A sum that cancels is as inexact as what it is computed from.
-        bound = max(TOLERANCE.get(dtype, 0.0) for dtype in self.probe.dtypes)
+        bound = max(TOLERANCE.get(dtype, 0.0) for dtype in self.dtypes)
         noise = _FLOOR * sum(map(norm, filter(torch.is_floating_point, sources)))
         if difference > bound * max(size, noise):
             self._refuse_changes()
@@ -224,3 +274,53 @@ class _Check:
 
     def _refuse(self, problem: str) -> None:
         raise NotPositionWiseError(f"{self.call.name} {problem} {REMEDY}")
+
+
+# What modules hold
+
+
+def held(parts: Sequence[nn.Module], others: Sequence[Any], fact_of: Callable[[Tensor], Hashable]) -> Held:
+    """Return what modules and arguments hold, also in containers, with such facts of tensors."""
+    values: list[tuple[str, Hashable, Any]] = [("its arguments", None, others)]
+    for index, part in enumerate(parts):
+        for name, value in _own(part).items():
+            values.append((f"{type(part).__name__}.{name}", (index, type(part)), value))
+    found: set[tuple[str, Hashable, Hashable]] = set()
+    for label, place, value in values:
+        for path, leaf in pytree.tree_leaves_with_path(value):
+            fact: Hashable = id(leaf)
+            if isinstance(leaf, Tensor):
+                fact = fact_of(leaf)
+            elif isinstance(leaf, _BY_VALUE):
+                fact = leaf
+            found.add((label + pytree.keystr(path), place, fact))
+    return frozenset(found)
+
+
+def _own(part: nn.Module) -> dict[str, Any]:
+    """Return weights, buffers and training mode of a module, and the attributes that its code or a user set."""
+    own: dict[str, Any] = {}
+    for name, value in part.__dict__.items():
+        if name not in _OF_TORCH and not name.startswith("_lt_tiled") and not isinstance(value, MethodType):
+            # The dictionaries of ZeRO-3 are no containers for pytree, and have functions of their own.
+            own[name] = dict(value.items()) if name == "_parameters" else value
+    return own
+
+
+def value_of(tensor: Tensor) -> Hashable:
+    """Return what is equal as long as a tensor has the same values."""
+    is_float8 = tensor.is_floating_point() and tensor.dtype not in TOLERANCE
+    if is_float8 or type(tensor) not in PLAIN_TENSORS:
+        return id(tensor), version_of(tensor)
+    # Code that parametrizes a weight for a while changes its version.
+    return norm(tensor), tensor.requires_grad, 0 if isinstance(tensor, nn.Parameter) else version_of(tensor)
+
+
+def norm(tensor: Tensor) -> float:
+    """Return the norm of what is finite."""
+    finite = tensor.detach().resolve_conj()
+    if not (finite.is_floating_point() or finite.is_complex()):
+        finite = finite.double()
+    # Without a copy in float32.
+    wide = torch.promote_types(finite.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(finite.nan_to_num(0, 0, 0), dtype=wide))

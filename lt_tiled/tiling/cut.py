@@ -109,16 +109,6 @@ class Tokens:
         return found
 
 
-_LEAF = pytree.tree_structure(0)
-
-
-def flatten(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of a tile's output, and how they go together."""
-    if isinstance(output, Tensor):
-        return [output], _LEAF
-    return pytree.tree_flatten(output)
-
-
 class Assembly:
     """Collects the tiles' outputs into tensors of the untiled shape, ``wholes``, which are allocated once.
 
@@ -161,7 +151,7 @@ class Assembly:
         Raises:
             NotPositionWiseError: If it is not like that of the first tile.
         """
-        leaves, tree = flatten(output)
+        leaves, tree = pytree.tree_flatten(output)
         if index == 0:
             self.tree = tree
             for place, leaf in enumerate(leaves):

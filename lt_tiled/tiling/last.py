@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.modules.patch import is_of
 from lt_tiled.recompute.compare import TileFingerprints
 from lt_tiled.recompute.mode import PlainSavedTensors, RandomState, hidden_from_modes, random_state_kept
 from lt_tiled.tiling.call import Plan, TiledCall
-from lt_tiled.tiling.cut import Assembly, flatten
+from lt_tiled.tiling.cut import Assembly
 from lt_tiled.tiling.weights import Entry, GradientSum
 
 FORWARD = "_lt_tiled_last"
@@ -79,7 +80,7 @@ class TileWatch:
         output = self.call.run(*tile)
         if self.last is None:
             if self.prints is not None:
-                self.prints.take(flatten(output)[0])
+                self.prints.take(pytree.tree_leaves(output))
             return output
         own = self._output
         self._output = None
@@ -181,7 +182,7 @@ def find_plan(call: TiledCall, inputs: Sequence[Tensor]) -> Plan:
         draws = not RandomState.now(call.device).same_as(before)
     # 2. Outputs that are not per token are refused.
     assembly = Assembly(call.tokens, call.sizes, call.name)
-    for index, leaf in enumerate(flatten(output)[0]):
+    for index, leaf in enumerate(pytree.tree_leaves(output)):
         shape = assembly.whole_shape(index, leaf)
     # 3. The last projection. One that is tiled itself runs in tiles without its hooks.
     last: Any = call.function.root

@@ -29,7 +29,7 @@ from lt_tiled.recompute.mode import (
 )
 from lt_tiled.tiling.anchor import anchored, several_ranks
 from lt_tiled.tiling.call import TiledCall
-from lt_tiled.tiling.cut import Assembly, each_tile, flatten
+from lt_tiled.tiling.cut import Assembly, each_tile
 from lt_tiled.tiling.last import TileWatch
 from lt_tiled.tiling.weights import GradientSum, check_leaves, in_places, swapped
 
@@ -203,7 +203,7 @@ class Recompute:
                     leaf.grad = result
                 leaves.append(leaf)
             # 3. It runs on views: of a leaf, autocast would cache the cast, and sum its gradients in 16 bits.
-            outputs = flatten(self.watch.run([leaf.view_as(leaf) for leaf in leaves]))[0]
+            outputs = pytree.tree_leaves(self.watch.run([leaf.view_as(leaf) for leaf in leaves]))
             # 4. Its graph ends at outputs that have gradients, which go to the leaves.
             ends: tuple[Tensor, ...] = ()
             at_ends: tuple[Tensor, ...] = ()
