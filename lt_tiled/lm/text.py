@@ -112,13 +112,14 @@ class _EpochOrder(DistributedSampler[Tensor]):
     """Shuffles sequences for each epoch, divides them among the ranks, and leaves out what a resumed run has seen."""
 
     def __init__(self, data: TextFiles, sequences: Any) -> None:
-        self.data: Any = data
-        ranks = self.data.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        self.data = data
+        self.trainer: Any = data.trainer
+        ranks = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         super().__init__(sequences, **ranks, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
 
     def __iter__(self) -> Iterator[Any]:
         # 1. Lightning creates iterators before it restores its counts, but a generator starts with its first item.
-        counts = self.data.trainer.fit_loop.epoch_loop.batch_progress
+        counts = self.trainer.fit_loop.epoch_loop.batch_progress
         # 2. Lightning counts an epoch that max_steps ends as a whole one. The batches before an epoch are certain.
         self.set_epoch(counts.total.completed - counts.current.completed)
         # 3. Lightning counts from 0 in a new epoch, and in a resumed one from where it stopped.
