@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.models import TinyLM, loss_of
+from tests.parity import sgd
 from tests.second_device import NAME
 
 
@@ -59,7 +60,7 @@ class Tiny:
         return self.net(ids)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.trainer.model.parameters(), 1.0, momentum=0.9)
+        return sgd([weight for weight in self.trainer.model.parameters() if weight.requires_grad])
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         return DataLoader(sequences(), batch_size=2)

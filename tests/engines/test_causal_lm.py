@@ -14,13 +14,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lt_tiled.lm import CausalLM
-from lt_tiled.verification.steps import full_weights
+from lt_tiled.verification.steps import full_gradients as full_weights  # of those that train
 from tests.lit import sequences, trainer
+from tests.lm.test_causal import LLAMA
 from tests.models import tiny_llama
 from tests.world import OnRanks, World
-
-LLAMA = {"model_type": "llama", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
-LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 class Watched(CausalLM):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import lt_tiled
-from lt_tiled.verification.steps import full_weights
+from lt_tiled.verification.steps import full_gradients as full_weights  # of those that train
 from tests.engines.cells import ENGINES, policies, strategy
 from tests.lit import LitTiny, sequences, trainer
 from tests.models import TinyLM, lm_loss

@@ -42,6 +42,12 @@ class Case:
     checkpointed: bool = False
     """Whether the module is a block with activation checkpointing, too."""
 
+    @property
+    def position_wise(self) -> bool:
+        """Whether the module must not be refused."""
+        known = {*POSITION_WISE, *MODULES}.issuperset(self.parts)
+        return known and all(self.lead) and self.extra in TAKEN and self.output in PER_TOKEN
+
 
 class Composed(nn.Module):
     """Parts one after another, then what the arguments and the output ask for."""
@@ -143,22 +149,25 @@ def _seldom(names: Any) -> st.SearchStrategy[str]:
     return st.just(names[0]) | st.sampled_from(names)
 
 
-def cases(position_wise: bool) -> st.SearchStrategy[Case]:
-    """Return any case, or one that must not be refused."""
-    names = [*POSITION_WISE, *MODULES, *([] if position_wise else [*OTHERS, *OTHER_MODULES])]
-    least = int(position_wise)
-    one, two = st.tuples(st.integers(least, 90)), st.tuples(st.integers(least, 5), st.integers(least, 40))
-    three = st.tuples(st.integers(least, 3), st.integers(least, 6), st.integers(least, 8))
+def _parts(names: list[str]) -> st.SearchStrategy[tuple[str, ...]]:
+    return st.lists(st.sampled_from(names), min_size=1, max_size=3).map(tuple)
+
+
+def cases() -> st.SearchStrategy[Case]:
+    """Return a strategy for any case, about half of which must not be refused."""
+    names = [*POSITION_WISE, *MODULES]
+    one, two = st.tuples(st.integers(0, 90)), st.tuples(st.integers(0, 5), st.integers(0, 40))
+    three = st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(0, 8))
     return st.builds(
         Case,
-        parts=st.lists(st.sampled_from(names), min_size=1, max_size=3).map(tuple),
+        parts=_parts(names) | _parts([*names, *OTHERS, *OTHER_MODULES]),
         lead=one | two | three,
         tiles=st.integers(2, 9),
         layout=_seldom(LAYOUTS),
         wants_grad=st.booleans(),
         training=st.booleans(),
-        extra=_seldom(TAKEN if position_wise else EXTRAS),
-        output=_seldom(PER_TOKEN if position_wise else OUTPUTS),
+        extra=_seldom(EXTRAS),
+        output=_seldom(OUTPUTS),
         frozen=_seldom(FROZEN),
         before=_seldom(BEFORE),
         around=_seldom(AROUND),

@@ -20,8 +20,8 @@ import lt_tiled
 from lt_tiled import ActivationCheckpointing, SequenceParallel, Tiling
 from lt_tiled.lm import CausalLM, TextFiles
 from tests.engines.cells import ENGINES, error_of, launch, set_up, step_on, strategy
-from tests.lit import trainer
-from tests.parity import SPREADS, Reordered, near, rounding, sgd
+from tests.lit import Tiny, trainer
+from tests.parity import SPREADS, Reordered, near, rounding
 from tests.sequence_parallel.cases import CASES
 from tests.sequence_parallel.models import ids
 from tests.world import World, world_of
@@ -37,13 +37,12 @@ def batches(count: int = STEPS) -> Tensor:
     return torch.cat([ids(2, TOKENS, seed) for seed in range(count)])
 
 
-class Lit(pl.LightningModule):
-    """Notes its losses, and the logits of a validation."""
+class Lit(Tiny, pl.LightningModule):
+    """Notes its losses, what it read, and the logits of a validation."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.net = CASES[name].build().float()  # before the strategy's contexts, as ZeRO-3 draws weights of its own
-        self.losses: list[float] = []
         self.read: list[int] = []
         self.logits: Tensor | None = None
 
@@ -60,9 +59,6 @@ class Lit(pl.LightningModule):
     def validation_step(self, x: Tensor, index: int) -> None:
         output = self.net(input_ids=x)
         self.logits = (output if isinstance(output, Tensor) else output.logits).clone()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return sgd([weight for weight in self.trainer.model.parameters() if weight.requires_grad])
 
 
 def policies(name: str, directory: str) -> dict[str, Any]:
