@@ -33,8 +33,8 @@ class Tiling:
     """Largest number of tokens per tile. Give this or ``num_shards``, not both."""
     targets: str | Sequence[str] | Callable[[str, Any], bool] = "auto"
     """Modules to tile. ``"auto"`` selects the MLP of each block and norms, ``"mlp"`` each MLP and the norms next to it.
-    Otherwise a class name, a path glob (``model.layers.*.mlp``), a method (``BertLayer.feed_forward_chunk``), or a list
-    of these. In Python, also a function that takes a module's path and the module and returns whether to tile it."""
+    Otherwise a class name, a path glob (``model.layers.*.mlp``), or a list of these. In Python, also a function that
+    takes a module's path and the module and returns whether to tile it."""
     accumulate: Literal["float32", "param"] = "float32"
     """Dtype in which gradients of 16-bit weights are summed over the tiles. ``"param"`` saves the float32 buffer, but
     its rounding error grows with the number of tiles."""

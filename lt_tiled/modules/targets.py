@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from math import prod
 
 from torch import nn
@@ -19,7 +18,7 @@ from lt_tiled.modules.feed_forward import (
     norms_of,
     projections,
 )
-from lt_tiled.modules.find import Target, children_of, find_named, full_shape, matches, outermost, walk
+from lt_tiled.modules.find import children_of, find_named, full_shape, outermost, walk
 from lt_tiled.modules.patch import roots
 from lt_tiled.policies import Tiling
 
@@ -33,14 +32,8 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
     targets = tiling.targets
     wanted = [targets] if isinstance(targets, str) or callable(targets) else targets
     # 1. What is named comes first: it is tiled by itself, also where it stands next to an MLP.
-    found: list[Tileable] = []
-    modules: list[Target] = []
-    for target in wanted:
-        if target not in ("auto", "mlp"):
-            methods = find_methods(model, target) if isinstance(target, str) else []
-            found += methods
-            modules += [] if methods else [target]
-    found += [Tileable(path, m, named=True) for path, m in find_named(model, modules, "Tiling")]
+    modules = [target for target in wanted if target not in ("auto", "mlp")]
+    found = [Tileable(path, module, named=True) for path, module in find_named(model, modules, "Tiling")]
     # 2. The blocks' MLPs, and the norms outside of all this.
     if "auto" in wanted or "mlp" in wanted:
         named = {tileable.module for tileable in found}
@@ -63,18 +56,6 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
     for tileable in found:
         once.setdefault((tileable.module, tileable.method), tileable)
     return list(once.values())
-
-
-def find_methods(model: nn.Module, target: str) -> list[Tileable]:
-    """Return the methods that a target such as ``BertLayer.feed_forward_chunk`` names, unless it names modules."""
-    owner, _, method = target.rpartition(".")
-    found: list[Tileable] = []
-    for path, module in walk(model):
-        if fnmatchcase(path, target):
-            return []
-        if callable(getattr(type(module), method, None)) and matches(owner, path, module):
-            found.append(Tileable(f"{path}.{method}", module, method, named=True))
-    return found
 
 
 def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
