@@ -11,7 +11,7 @@ from torch import nn
 
 from lt_tiled.loss.transformers import HeadPatch
 from lt_tiled.memory import gib
-from lt_tiled.modules.find import walk_all
+from lt_tiled.modules.find import walk
 from lt_tiled.modules.patch import get_patch
 from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.recompute.blocks import BlockPatch
@@ -61,7 +61,7 @@ class Report:
         losses: list[ReportedModule] = []
         blocks: list[ReportedModule] = []
         offloaded: OffloadStats | None = None
-        for path, module in walk_all(model):
+        for path, module in walk(model):
             if (head := get_patch(module, HeadPatch)) is not None and not head.untiled:
                 losses.append(ReportedModule(path, head.name, head.largest.tokens, head.largest.tiles))
             if (block := get_patch(module, BlockPatch)) is not None:

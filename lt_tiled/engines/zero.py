@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled.loss.transformers import HeadPatch
-from lt_tiled.modules.find import outermost, walk_all
+from lt_tiled.modules.find import outermost, walk
 from lt_tiled.modules.patch import Order, Patch, get_patch, is_of, remove_patch, set_patch
 from lt_tiled.tiling.patch import tiled_patches, whole_modules
 
@@ -109,16 +109,13 @@ class _Join(torch.autograd.Function):
 def patch_leaves(model: nn.Module) -> None:
     """Make blocks leaf modules of ZeRO-3, apart from those of whose tiled modules a user made leaf modules."""
     whole = whole_modules(model)
-    whole += [(path, module) for path, module in walk_all(model) if _is_adapted_head(module)]
+    whole += [(path, module) for path, module in walk(model) if _is_adapted_head(module)]
     leaves = [(path, module) for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
-    if any(is_of(hook, ("deepspeed.",)) for _, module in whole for hook in module._forward_pre_hooks.values()):
-        adapt_to_zero3(model)  # it is too late for more leaves
-    else:
-        inside = {part for _, leaf in leaves for part in leaf.modules()}
-        for path, module in whole:
-            tiled = [part for _, part, _ in tiled_patches(module)]
-            if not inside.issuperset(tiled or [module]):
-                leaves.append((path, module))
+    inside = {part for _, leaf in leaves for part in leaf.modules()}
+    for path, module in whole:
+        tiled = [part for _, part, _ in tiled_patches(module)]
+        if not inside.issuperset(tiled or [module]):
+            leaves.append((path, module))
     for path, leaf in outermost(leaves):
         if _has_tiles(leaf) and get_patch(leaf, LeafPatch, _SETS_HOOK) is None:
             LeafPatch(path, leaf)

@@ -28,7 +28,7 @@ from lt_tiled.loss.autograd import loss_sizes, tiled_loss
 from lt_tiled.loss.cross_entropy import CrossEntropy
 from lt_tiled.loss.products import linear
 from lt_tiled.modules.cache import by_name
-from lt_tiled.modules.find import ENGINES, walk_all
+from lt_tiled.modules.find import ENGINES, walk
 from lt_tiled.modules.patch import Order, Patch, get_patch, has_hooks, set_patch
 from lt_tiled.policies import LossShards
 from lt_tiled.recompute.mode import Precision, is_transformed
@@ -243,7 +243,7 @@ _JOIN["getitem"] = slice | int | EllipsisType | None
 
 def find_losses(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the models of transformers, in a model, that compute their loss from labels and a linear head."""
-    found = [(path, module) for path, module in walk_all(model) if _has_loss(module)]
+    found = [(path, module) for path, module in walk(model) if _has_loss(module)]
     if not found:
         raise NothingFoundError(
             f"loss=True found no model of transformers in {type(model).__name__} that computes a loss from labels: use"

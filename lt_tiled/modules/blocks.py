@@ -7,7 +7,7 @@ from collections import Counter
 from torch import nn
 
 from lt_tiled.modules.feed_forward import has_mixer, mlp_widths
-from lt_tiled.modules.find import children_of, has_class, has_forward, outermost, walk, walk_all
+from lt_tiled.modules.find import children_of, has_class, has_forward, outermost, walk
 
 BLOCK_CLASSES = ("GradientCheckpointingLayer", "TransformerEncoderLayer", "TransformerDecoderLayer")
 """The base class of Hugging Face's layers, and torch's own layers."""
@@ -20,10 +20,11 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     repeat, such as experts, heads or convolutions with their norms, are no blocks. If nothing repeats, a layer that is
     alone in a ``ModuleList`` is one (ALBERT).
     """
-    layers = {module for _, module in outermost(walk(model), lambda module: has_class(module, BLOCK_CLASSES))}
+    inside = list(walk(model))[1:]
+    layers = {module for _, module in outermost(inside, lambda module: has_class(module, BLOCK_CLASSES))}
     candidates = set(layers)
     alone: list[tuple[str, nn.Module]] = []
-    for path, container in walk_all(model):
+    for path, container in walk(model):
         if isinstance(container, nn.ModuleList | nn.Sequential):
             children = children_of(container)
             count = Counter(type(module) for _, module in children)
@@ -38,7 +39,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 elif isinstance(container, nn.ModuleList) and len(children) == 1:
                     alone.append((f"{path}.{name}".lstrip("."), module))
     # What contains layers is a stage.
-    found = outermost(walk(model), lambda module: module in candidates and layers.isdisjoint(_below(module)))
+    found = outermost(inside, lambda module: module in candidates and layers.isdisjoint(_below(module)))
     return found or outermost(alone)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lt_tiled.modules.find import has_class, walk_all
+from lt_tiled.modules.find import has_class, walk
 
 
 def leave_out_caches(model: nn.Module, undo: ExitStack) -> None:
@@ -19,7 +19,7 @@ def leave_out_caches(model: nn.Module, undo: ExitStack) -> None:
 
     They make one by default, which nobody reads in training and which would hold the keys and values of all layers.
     """
-    for _, module in walk_all(model):
+    for _, module in walk(model):
         if has_class(module, ("PreTrainedModel",)):
             undo.callback(module.register_forward_pre_hook(_leave_out_cache, with_kwargs=True).remove)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from lt_tiled.modules.find import children_of, full_shape, unwrapped, walk, walk_all
+from lt_tiled.modules.find import children_of, full_shape, unwrapped, walk
 
 _METHODS = ("_ff_block", "feed_forward_chunk", "ff_chunk")
 """Methods that are a block's MLP: those of torch's layers, of BERT-like layers, and of ALBERT and Longformer."""
@@ -161,7 +161,7 @@ def find_sizes(*modules: nn.Module) -> MLPSizes | None:
     """Return the sizes of a mixture of experts or an MLP, or ``None`` where its weights do not show them."""
     most = top_k = summed = used = 0
     for module in modules:
-        for _, part in walk_all(module):
+        for _, part in walk(module):
             config = getattr(part, "config", None)  # its own top_k is another one
             for number in (getattr(part, "top_k", None), getattr(config, "num_experts_per_tok", None)):
                 if isinstance(number, int):

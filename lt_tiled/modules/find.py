@@ -48,17 +48,10 @@ def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def walk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield every submodule with its path; those in a compiled or sharded module under their own names."""
+    """Yield a module and every submodule with its path; those in a compiled or sharded one under their own names."""
+    yield path, unwrapped(module)
     for name, child in children_of(module):
-        below = f"{path}.{name}".lstrip(".")
-        yield below, child
-        yield from walk(child, below)
-
-
-def walk_all(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the module itself, with an empty path, and every submodule."""
-    yield "", unwrapped(model)
-    yield from walk(model)
+        yield from walk(child, f"{path}.{name}".lstrip("."))
 
 
 def outermost(
@@ -86,7 +79,7 @@ def find_named(model: nn.Module, targets: Target | Sequence[Target], what: str) 
         before = len(found)
         names: set[str] = set()
         for path, module in walk(model):
-            if has_forward(module):
+            if path and has_forward(module):
                 names.add(type(module).__name__)
                 if matches(target, path, module):
                     found.append((path, module))

@@ -31,7 +31,7 @@ from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import by_name, has_cache
-from lt_tiled.modules.find import find_named, walk_all
+from lt_tiled.modules.find import find_named, walk
 from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.offload.offloader import OffloadedTensor, Offloader
 from lt_tiled.offload.tensors import movable, storage_key, view_key
@@ -175,7 +175,7 @@ def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> li
 
 def turn_off_own_checkpointing(model: nn.Module) -> list[nn.Module]:
     """Turn off a model's own gradient checkpointing, so that nothing is recomputed twice. Return where it was on."""
-    switched = [m for _, m in walk_all(model) if _checkpoints_itself(m)]
+    switched = [m for _, m in walk(model) if _checkpoints_itself(m)]
     for module in switched:
         module.gradient_checkpointing = False  # type: ignore[assignment]
     if switched:

@@ -14,7 +14,7 @@ from torch import nn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.cache import leave_out_caches
-from lt_tiled.modules.find import find_named, has_class, has_forward, outermost, walk_all
+from lt_tiled.modules.find import find_named, has_class, has_forward, outermost, walk
 from lt_tiled.modules.patch import patch_until
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.arguments import RotaryPatch, find_rotary
@@ -68,7 +68,7 @@ def reach_attention(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], u
 def _of_transformers(model: nn.Module) -> dict[nn.Module, Any]:
     """Return the modules in the models of transformers in a model, each with the configuration of its model."""
     found: dict[nn.Module, Any] = {}
-    for _, module in walk_all(model):
+    for _, module in walk(model):
         if has_class(module, _PRETRAINED):
             for part in module.modules():
                 found.setdefault(part, module.config)
@@ -77,7 +77,7 @@ def _of_transformers(model: nn.Module) -> dict[nn.Module, Any]:
 
 def find_doors(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Door]:
     """Return the parts that share sequences: the policy's modules, or models of transformers, or blocks of others."""
-    everything = dict(walk_all(model))
+    everything = dict(walk(model))
     configs = _of_transformers(model)
 
     def door(path: str, module: nn.Module, caller: nn.Module | None, blocks: list[tuple[str, nn.Module]]) -> Door:
@@ -122,7 +122,7 @@ def _blocks_of(path: str, model: Any) -> list[tuple[str, nn.Module]]:
             f"SequenceParallel found blocks in {', '.join(parents) or 'no module'} of {kind}, and needs one list of"
             " blocks: name the modules to share in SequenceParallel(targets=...)."
         )
-    names = {module: name for name, module in walk_all(model)}
+    names = {module: name for name, module in walk(model)}
     return [(f"{path}.{names[block]}".lstrip("."), block) for _, block in blocks]
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
 from lt_tiled.modules.feed_forward import MLPSizes, Tileable, find_sizes, has_capacity, is_one_kernel, parts_below
-from lt_tiled.modules.find import ENGINES, outermost, walk_all
+from lt_tiled.modules.find import ENGINES, outermost, walk
 from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, has_hooks, roots, set_patch
 from lt_tiled.policies import Tiling
 from lt_tiled.recompute.mode import is_real, is_transformed
@@ -67,7 +67,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
         raise ValueError(f"{name} is tiled already: call lt_tiled.untile() on it first.")
     parts = roots(module, tileable.parts)
     norm_of = tileable.norm_of
-    if any(has_capacity(part) for root in parts for _, part in walk_all(root)):
+    if any(has_capacity(part) for root in parts for _, part in walk(root)):
         raise ValueError(
             f"{name} cannot be tiled: its experts have a capacity, so that the result of a token depends on all tokens."
             f" {REMEDY}"
@@ -98,7 +98,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
 
 def tiled_patches(model: nn.Module) -> Iterator[tuple[str, nn.Module, TiledPatch]]:
     """Yield path, module and patch of each tiled module."""
-    for path, module in walk_all(model):
+    for path, module in walk(model):
         for patch in get_patches(module, TiledPatch):
             if patch.is_leader:
                 yield path, module, patch
@@ -111,7 +111,7 @@ def whole_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     that have no neighbors.
     """
     tiled = {module for _, module, _ in tiled_patches(model)}
-    return outermost(walk_all(model), lambda module: module in tiled or get_patch(module, Boundary) is not None)
+    return outermost(walk(model), lambda module: module in tiled or get_patch(module, Boundary) is not None)
 
 
 # A call
