@@ -7,9 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lt_tiled.loss.autograd import Count, tiled_loss
+from lt_tiled.loss.autograd import Count, linear, tiled_loss
 from lt_tiled.loss.cross_entropy import CrossEntropy, Reduction, shifted
-from lt_tiled.loss.products import linear
 
 
 def tiled_linear_cross_entropy(

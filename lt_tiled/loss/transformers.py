@@ -24,9 +24,8 @@ from torch.utils import _pytree as pytree
 
 from lt_tiled._log import warn
 from lt_tiled.errors import NothingFoundError
-from lt_tiled.loss.autograd import loss_sizes, tiled_loss
+from lt_tiled.loss.autograd import linear, loss_sizes, tiled_loss
 from lt_tiled.loss.cross_entropy import CrossEntropy
-from lt_tiled.loss.products import linear
 from lt_tiled.modules.cache import by_name
 from lt_tiled.modules.find import ENGINES, walk
 from lt_tiled.modules.patch import Order, Patch, get_patch, has_hooks, set_patch
