@@ -19,8 +19,7 @@ from lt_tiled.modules.patch import patch_until
 from lt_tiled.policies import SequenceParallel
 from lt_tiled.sequence_parallel.arguments import RotaryPatch, find_rotary
 from lt_tiled.sequence_parallel.attention import calls_attention, replace, sdpa, share_interface
-from lt_tiled.sequence_parallel.blocks import SharedBlock
-from lt_tiled.sequence_parallel.causal import DecoderPatch, SharedModel
+from lt_tiled.sequence_parallel.doors import DecoderPatch, SharedBlock, SharedModel
 from lt_tiled.sequence_parallel.self_check import TOKENS
 from lt_tiled.sequence_parallel.states import replace_functions
 from lt_tiled.sequence_parallel.ulysses import Door
