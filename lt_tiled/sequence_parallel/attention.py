@@ -72,13 +72,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Run an attention function of transformers on the tokens of all ranks."""
     # 1. What depends on all tokens.
-    mask = attention_mask
-    if state.to_loss and not isinstance(state.masks, dict):
-        mask = state.masks
     if given.get("position_ids") is not None:
         given["position_ids"] = state.positions
     lengths = [state.total]
-    if mask is None and state.documents:
+    if attention_mask is None and state.documents:
         lengths = list(state.documents)
     heads = query.shape[1]
     tensors = {"query": query, "key": key, "value": value}
@@ -92,7 +89,7 @@ def attend(
         own = dict(given)
         if sinks is not None:
             vars(part)["sinks"] = own["s_aux"] = sinks
-        own_mask = _mask_of(state, mask, mine, heads)
+        own_mask = _mask_of(state, attention_mask, mine, heads)
         # 3. Each document attends to itself alone.
         outputs: list[Tensor] = []
         for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
@@ -101,6 +98,17 @@ def attend(
         return out.transpose(1, 2)
 
     return over_heads(state, "attention", ATTENTION, tensors, compute).transpose(1, 2).contiguous(), None
+
+
+def mask_of_all(state: UlyssesState, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the mask of all tokens from a function that a model gives the embeddings of a rank's own."""
+    if state.documents and function.__name__ == "create_causal_mask":
+        return None  # attention runs once for each of them
+    given = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
+    given["inputs_embeds"] = given["inputs_embeds"][:, :1, :1].expand(-1, state.total, 1)
+    if given.get("position_ids") is not None:
+        given["position_ids"] = state.positions
+    return function(**given)
 
 
 def _mask_of(state: UlyssesState, mask: Any, mine: list[int], heads: int) -> Any:

@@ -29,7 +29,6 @@ from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.exchange import block_name
 from lt_tiled.sequence_parallel.groups import check_same_batch, check_same_block, group_mean, name_of
 from lt_tiled.sequence_parallel.self_check import check_once, checking, run_block
-from lt_tiled.sequence_parallel.states import STATE_LAYERS
 from lt_tiled.sequence_parallel.ulysses import Door, UlyssesState, held, shared_pass
 from lt_tiled.tiling.weights import swapped
 
@@ -188,45 +187,27 @@ class SharedBlock(Patch):
 
 def shared_arguments(door: Door, call: Call) -> tuple[UlyssesState, dict[str, Any]]:
     """Return the state of a pass that is shared to the loss, and the model's arguments for the rank's own tokens."""
-    # 1. Masks and positions of all tokens.
-    tokens = call.tokens
-    masks, documents = masks_of(call)
+    # 1. Positions and documents of all tokens.
+    total = call.tokens.shape[1]
     positions = call.arguments.get("position_ids")
+    documents = documents_of(call)
     if positions is None:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    state = door.state(tokens.shape[1], to_loss=True, positions=positions, documents=documents, masks=masks)
-    # 2. The rank's own tokens. The head is given the padding of all, and its decoder is not.
-    own = call.cut(door.owner, state.total, state.own).arguments
-    padding = call.arguments.get("attention_mask")
-    return state, own | {"attention_mask": padding, "position_ids": state.own_positions, "use_cache": False}
+        positions = torch.arange(total, device=call.tokens.device)[None]
+    state = door.state(total, to_loss=True, positions=positions, documents=documents)
+    # 2. The rank's own tokens. Padding is that of all, from which the model has masks made.
+    own = call.cut(door.owner, total, state.own).arguments
+    return state, own | {"position_ids": state.own_positions, "use_cache": False}
 
 
-def masks_of(call: Call) -> tuple[Any, tuple[int, ...]]:
-    """Return the masks of all tokens as the model makes them, and the lengths of packed documents that need none."""
-    from transformers.masking_utils import create_masks_for_generate
-
+def documents_of(call: Call) -> tuple[int, ...]:
+    """Return the lengths of packed documents, if attention can run for each of them apart and so without a mask."""
     model: Any = call.module
-    config = model.config
-    tokens = call.tokens
-    mask = call.arguments.get("attention_mask")
     positions: Any = call.arguments.get("position_ids")
-    # 1. Documents that attend to themselves alone need no mask.
-    kinds = set(getattr(config, "layer_types", None) or ())
-    plain = kinds - STATE_LAYERS - {"mlp", "moe"} <= {"full_attention"}
-    if not kinds:
-        plain = not (getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None))
-    is_packed = positions is not None and mask is None and tokens.shape[0] == 1
-    if is_packed and plain and config._attn_implementation == "sdpa":
-        starts = (positions[0].diff() != 1).nonzero().flatten().add(1).tolist()
-        if starts:
-            if kinds & STATE_LAYERS:  # models look masks up by the kinds of their parts
-                kinds |= {"full_attention", "linear_attention"}
-            documents = [high - low for low, high in pairwise([0, *starts, tokens.shape[1]])]
-            return dict.fromkeys(kinds) or None, tuple(documents)
-    # 2. The model's own function, or that of transformers.
-    like = torch.empty((), dtype=model.dtype, device=tokens.device).expand(*tokens.shape[:2], 1)
-    make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
-    return make(config, like, mask, None, positions), ()
+    is_packed = positions is not None and call.arguments.get("attention_mask") is None and len(positions) == 1
+    if not is_packed or model.config._attn_implementation != "sdpa":
+        return ()
+    starts = (positions[0].diff() != 1).nonzero().flatten().add(1).tolist()
+    return tuple(high - low for low, high in pairwise([0, *starts, positions.shape[1]]))
 
 
 @contextmanager
@@ -260,27 +241,22 @@ def shared_loss(state: UlyssesState, call: Call, own: dict[str, Any]) -> Iterato
 
 
 class DecoderPatch(Patch):
-    """On the decoder of a causal model: it is given the masks that were made for all tokens, and its head the padding.
+    """On the decoder of a causal model: it returns the router logits of all tokens.
 
-    The head computes the load-balancing loss from the router logits and the padding of all tokens.
+    From them and the padding of all tokens the head computes the load-balancing loss.
     """
 
     order = Order.POSITIONS
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = shared_pass.get()
-        call = Call(module, args, kwargs)
-        if state is None or not state.to_loss:
-            return call.run(self.inner)
+        output = self.inner(module, *args, **kwargs)
+        if state is None or not state.to_loss or output.get("router_logits") is None:
+            return output
 
         def of_all(logits: Tensor) -> Tensor:  # [B * S, E] or [B, S, E]
             rows = state.gathered(logits.reshape(-1, state.length, logits.shape[-1]))
             return rows.flatten(0, 1) if logits.dim() == 2 else rows
 
-        masks = state.masks
-        if not isinstance(masks, dict) and call.tokens is not None:
-            masks = call.tokens.new_ones(1, 1, 1, 1, dtype=torch.bool)  # for four dimensions it makes no other
-        output = call.replaced({"attention_mask": masks}).run(self.inner)
-        if output.get("router_logits") is not None:
-            output["router_logits"] = pytree.tree_map_only(Tensor, of_all, output["router_logits"])
+        output["router_logits"] = pytree.tree_map_only(Tensor, of_all, output["router_logits"])
         return output

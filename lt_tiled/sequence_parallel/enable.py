@@ -35,13 +35,14 @@ def enable(door: Door, undo: ExitStack) -> None:
     modules = [block for _, block in door.blocks]
     for path, block in door.blocks:
         patch_until(undo, block, SharedBlock(door, f"{door.owner}: {path}", block is modules[0], block is modules[-1]))
-    replace_functions(modules, undo)
+    parts = modules if caller is None else [caller]
+    replace_functions(parts, undo)
     if not door.hand_written:
         share_interface(undo)
     if door.finds_attention:
         replace(vars(F), "scaled_dot_product_attention", sdpa, undo)
     # 2. What computes positions for them.
-    rotary = find_rotary(modules if caller is None else [caller])
+    rotary = find_rotary(parts)
     for part in rotary:
         patch_until(undo, part, RotaryPatch())
     # 3. The model that calls them.

@@ -8,7 +8,7 @@ attention does, and a convolution gathers the last tokens of the ranks before.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.sequence_parallel.attention import attend, replace, sdpa
+from lt_tiled.sequence_parallel.attention import attend, mask_of_all, replace, sdpa
 from lt_tiled.sequence_parallel.exchange import next_exchange, over_heads
 from lt_tiled.sequence_parallel.groups import all_gather, name_of
 from lt_tiled.sequence_parallel.ulysses import UlyssesState
 
-STATE_LAYERS = {"linear_attention", "conv", "hybrid"}
-"""The kinds of layers that mix tokens by these functions and attend to all tokens, as configurations name them."""
 DELTA = {"query": "key_heads", "key": "key_heads", "value": "heads", "g": "heads", "beta": "heads"}
 SCAN = {"hidden_states": "heads", "dt": "heads", "A": "vector", "B": "key_heads", "C": "key_heads"}
 SCAN |= {"D": "vector", "dt_bias": "vector", "z": "heads"}
@@ -101,7 +99,9 @@ def _without_padding(state: UlyssesState, function: Callable[..., Tensor], hidde
     return function(hidden, mask)
 
 
+_MASKS = ("causal", "sliding_window_causal", "chunked_causal", "recurrent_attention", "bidirectional")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"create_{kind}_mask": mask_of_all for kind in _MASKS},
     "eager_attention_forward": attend,
     "scaled_dot_product_attention": sdpa,
     "torch_chunk_gated_delta_rule": partial(_rule, DELTA),
@@ -115,11 +115,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 """What runs in a shared pass in the place of functions of transformers."""
 
 
-def replace_functions(blocks: Sequence[nn.Module], undo: ExitStack) -> None:
-    """Replace these functions in the files with the code of blocks, until ``undo`` is closed."""
+def replace_functions(modules: Iterable[nn.Module], undo: ExitStack) -> None:
+    """Replace these functions in the files with the code of modules, until ``undo`` is closed."""
     tables: dict[int, dict[str, Any]] = {}
-    for block in blocks:
-        for part in block.modules():
+    for module in modules:
+        for part in module.modules():
             table = getattr(inspect.unwrap(type(part).forward), "__globals__", {})
             tables[id(table)] = table
     for table in tables.values():

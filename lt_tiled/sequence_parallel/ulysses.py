@@ -55,8 +55,6 @@ class UlyssesState:
     """The position ids of all tokens, ``[B, S]`` or ``[1, S]``, where they are known."""
     documents: tuple[int, ...] = ()
     """The lengths of packed documents that attend only to themselves."""
-    masks: Any = None
-    """The mask of all tokens in a pass to the loss, or one for each kind of layer."""
     exchanges: list[str] = field(default_factory=list)
     """The functions that saw all tokens so far."""
 
