@@ -87,13 +87,22 @@ class SharedModel(Patch):
 
     def _to_loss(self, call: Call) -> Any:
         """Run a causal model on the rank's own tokens, and return its output with the loss of the whole sequence."""
+        # 1. Positions and documents of all tokens.
         check_same_batch(self.door.owner, self.door.group, call.arguments)
-        state, own = shared_arguments(self.door, call)
+        total = call.tokens.shape[1]
+        positions = call.arguments.get("position_ids")
+        if positions is None:
+            positions = torch.arange(total, device=call.tokens.device)[None]
+        state = self.door.state(total, to_loss=True, positions=positions, documents=documents_of(call))
+        # 2. The rank's own tokens. Padding is that of all, from which the model has masks made.
+        own = call.cut(self.door.owner, total, state.own).arguments
+        own |= {"position_ids": state.own_positions, "use_cache": False}
         as_tuple = own.pop("return_dict", None) is False
+        # 3. Each rank's loss is that of its own labels.
         with shared_loss(state, call, own), held(shared_pass, state):
             output = self.inner(call.module, **own)
         state.end()
-        output["loss"] = group_mean(output["loss"], name_of(state.group))  # each rank has its own labels
+        output["loss"] = group_mean(output["loss"], name_of(state.group))
         if output.get("logits") is not None:
             output["logits"] = None  # those of this rank's tokens
         return output.to_tuple() if as_tuple else output
@@ -183,20 +192,6 @@ class SharedBlock(Patch):
 
 
 # From token ids to the loss
-
-
-def shared_arguments(door: Door, call: Call) -> tuple[UlyssesState, dict[str, Any]]:
-    """Return the state of a pass that is shared to the loss, and the model's arguments for the rank's own tokens."""
-    # 1. Positions and documents of all tokens.
-    total = call.tokens.shape[1]
-    positions = call.arguments.get("position_ids")
-    documents = documents_of(call)
-    if positions is None:
-        positions = torch.arange(total, device=call.tokens.device)[None]
-    state = door.state(total, to_loss=True, positions=positions, documents=documents)
-    # 2. The rank's own tokens. Padding is that of all, from which the model has masks made.
-    own = call.cut(door.owner, total, state.own).arguments
-    return state, own | {"position_ids": state.own_positions, "use_cache": False}
 
 
 def documents_of(call: Call) -> tuple[int, ...]:
