@@ -51,7 +51,7 @@ class Order(IntEnum):
     """The patches of a method, from the outermost to the innermost."""
 
     DOOR = auto()  # ranks begin to share the sequences of a model, or of its blocks
-    POSITIONS = auto()  # masks and rotary tables of shared sequences are those of all tokens
+    DECODER = auto()  # router logits of shared sequences are those of all tokens
     CHECKPOINT = auto()  # a block is recomputed in the backward pass, with all that follows
     CALLER = auto()  # a model notes whether its caller wants a loss
     PARENT = auto()  # what is pending inside of a block is computed before the block returns

@@ -1,12 +1,8 @@
-"""The arguments of a call: those with a dimension of tokens are cut to the rank's own, and the others stay whole.
-
-Rotary tables are computed for all tokens, and then cut.
-"""
+"""The arguments of a call: those with a dimension of tokens are cut to the rank's own, and the others stay whole."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -16,8 +12,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled.modules.cache import by_name
-from lt_tiled.modules.patch import Order, Patch
-from lt_tiled.sequence_parallel.ulysses import shared_pass
 
 DOCUMENTS = ("cu_seq_lens", "max_length", "seq_idx")
 """How arguments begin that tell the places of packed documents, which functions over all tokens need whole."""
@@ -103,42 +97,3 @@ def token_dims(owner: str, name: str, tensor: Tensor, total: int, masks: bool) -
             f" which dimension has the {total} tokens: use another sequence length."
         )
     return dims[-1:]  # token or position ids [B, S]
-
-
-# Rotary tables
-
-
-class RotaryPatch(Patch):
-    """On a module that computes rotary tables, whose frequencies may depend on the last position of all tokens."""
-
-    order = Order.POSITIONS
-
-    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state = shared_pass.get()
-        call = Call(module, args, kwargs)
-        positions = call.arguments.get("position_ids")
-        if state is None or not isinstance(positions, Tensor) or positions.shape[-1] != state.length:
-            return call.run(self.inner)
-        everything = state.positions
-        if everything is None or positions is not state.own_positions:
-            everything = state.gathered(positions, -1)
-        tables = call.replaced({"position_ids": everything}).run(self.inner)
-
-        def own_rows(table: Tensor) -> Tensor:  # [..., S, D] or [..., S]
-            for dim in (-2, -1):
-                if table.dim() >= -dim and table.shape[dim] == state.total:
-                    return state.own(table, dim)
-            return table
-
-        return pytree.tree_map_only(Tensor, own_rows, tables)
-
-
-def find_rotary(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return the modules in modules that compute something from ``position_ids``, and have no weights."""
-    found: set[nn.Module] = set()
-    for module in modules:
-        for part in module.modules():
-            takes_positions = "position_ids" in inspect.signature(type(part).forward).parameters
-            if takes_positions and next(part.parameters(), None) is None:
-                found.add(part)
-    return found

@@ -106,8 +106,6 @@ def mask_of_all(state: UlyssesState, function: Any, *args: Any, **kwargs: Any) -
         return None  # attention runs once for each of them
     given = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
     given["inputs_embeds"] = given["inputs_embeds"][:, :1, :1].expand(-1, state.total, 1)
-    if given.get("position_ids") is not None:
-        given["position_ids"] = state.positions
     return function(**given)
 
 

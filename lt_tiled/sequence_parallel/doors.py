@@ -94,9 +94,10 @@ class SharedModel(Patch):
         if positions is None:
             positions = torch.arange(total, device=call.tokens.device)[None]
         state = self.door.state(total, to_loss=True, positions=positions, documents=documents_of(call))
-        # 2. The rank's own tokens. Padding is that of all, from which the model has masks made.
+        # 2. The rank's own tokens. Padding and positions are those of all, from which the model makes masks and rotary
+        # tables.
         own = call.cut(self.door.owner, total, state.own).arguments
-        own |= {"position_ids": state.own_positions, "use_cache": False}
+        own |= {"position_ids": positions, "use_cache": False}
         as_tuple = own.pop("return_dict", None) is False
         # 3. Each rank's loss is that of its own labels.
         with shared_loss(state, call, own), held(shared_pass, state):
@@ -176,7 +177,7 @@ class SharedBlock(Patch):
     def _shared(self, state: UlyssesState, call: Call) -> Any:
         """Run a block on the rank's own tokens. The last one returns the hidden states of all tokens."""
         with held(shared_pass, state):  # an error in the first one begins no pass
-            output = run_block(self.name, call.cut(self.name, state.total, state.own), self.inner, state)
+            output = run_block(self.name, call, self.inner, state)
         shared_pass.set(None if self.last else state)
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         if len(leaves) != 1 or leaves[0].dim() < 2 or leaves[0].shape[1] != state.length:
@@ -241,7 +242,7 @@ class DecoderPatch(Patch):
     From them and the padding of all tokens the head computes the load-balancing loss.
     """
 
-    order = Order.POSITIONS
+    order = Order.DECODER
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = shared_pass.get()

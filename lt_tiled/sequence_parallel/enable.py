@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,7 +18,6 @@ from lt_tiled.modules.cache import leave_out_caches
 from lt_tiled.modules.find import find_named, has_class, has_forward, outermost, walk
 from lt_tiled.modules.patch import patch_until
 from lt_tiled.policies import SequenceParallel
-from lt_tiled.sequence_parallel.arguments import RotaryPatch, find_rotary
 from lt_tiled.sequence_parallel.attention import calls_attention, replace, sdpa, share_interface
 from lt_tiled.sequence_parallel.doors import DecoderPatch, SharedBlock, SharedModel
 from lt_tiled.sequence_parallel.self_check import TOKENS
@@ -41,17 +41,13 @@ def enable(door: Door, undo: ExitStack) -> None:
         share_interface(undo)
     if door.finds_attention:
         replace(vars(F), "scaled_dot_product_attention", sdpa, undo)
-    # 2. What computes positions for them.
-    rotary = find_rotary(parts)
-    for part in rotary:
-        patch_until(undo, part, RotaryPatch())
-    # 3. The model that calls them.
+    # 2. The model that calls them.
     if caller is not None:
         leave_out_caches(caller, undo)
         decoder: Any = getattr(caller, "base_model", None)  # the model itself if it has no head
         if decoder is not None and decoder is not caller:
             patch_until(undo, decoder, DecoderPatch())
-        patch_until(undo, caller, SharedModel(door, bool(rotary)))
+        patch_until(undo, caller, SharedModel(door, has_rotary(caller)))
 
 
 def reach_attention(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> set[nn.Module]:
@@ -124,6 +120,15 @@ def _blocks_of(path: str, model: Any) -> list[tuple[str, nn.Module]]:
         )
     names = {module: name for name, module in walk(model)}
     return [(f"{path}.{names[block]}".lstrip("."), block) for _, block in blocks]
+
+
+def has_rotary(model: nn.Module) -> bool:
+    """Whether a module in a model computes something from ``position_ids``, and has no weights."""
+    for part in model.modules():
+        takes_positions = "position_ids" in inspect.signature(type(part).forward).parameters
+        if takes_positions and next(part.parameters(), None) is None:
+            return True
+    return False
 
 
 def lengths_of(config: Any) -> list[int]:

@@ -74,6 +74,8 @@ def run_block(name: str, call: Call, inner: Callable[..., Any], state: UlyssesSt
     """Run a block on all tokens, or with a state on the rank's own. A self-check notes what it gives."""
     check = checking.get()
     module = call.module
+    if state is not None:
+        call = call.cut(name, state.total, state.own)
     if check is None or call.tokens is None:
         return call.run(inner)
     # 1. The hidden states, and two gradients of the input: for a direction, theirs with the channels reversed because

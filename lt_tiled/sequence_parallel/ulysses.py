@@ -27,15 +27,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lt_tiled.policies import SequenceParallel
-from lt_tiled.recompute.mode import carried
+from lt_tiled.recompute.mode import carried, version_of
 from lt_tiled.sequence_parallel.groups import all_gather, check_same_block, name_of
 
 
@@ -57,6 +57,8 @@ class UlyssesState:
     """The lengths of packed documents that attend only to themselves."""
     exchanges: list[str] = field(default_factory=list)
     """The functions that saw all tokens so far."""
+    copies: Any = field(default_factory=WeakTensorKeyDictionary)
+    """The rank's own tokens of tensors that several blocks are given, such as rotary tables."""
 
     @property
     def length(self) -> int:
@@ -83,8 +85,13 @@ class UlyssesState:
         check_same_block(self.group, f"{self.owner}: the end of the blocks")
 
     def own(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return a copy of the rank's own tokens: ``[B, S, ...]`` becomes ``[B, length, ...]``."""
-        return self.part(x, dim, self.begin, self.length).clone()  # a view would keep all tokens alive
+        """Return a copy of the rank's own tokens, one for all blocks: ``[B, S, ...]`` becomes ``[B, length, ...]``."""
+        copies = self.copies.setdefault(x, {})
+        key = (dim, version_of(x), torch.is_grad_enabled())
+        if key not in copies:
+            copies[key] = self.part(x, dim, self.begin, self.length).clone()  # a view would keep all tokens alive
+        copy: Tensor = copies[key]
+        return copy
 
     def part(self, x: Tensor, dim: int, begin: int, count: int) -> Tensor:
         """Return some tokens, of which those behind the sequence repeat the last one."""
@@ -98,11 +105,6 @@ class UlyssesState:
         dim %= x.dim()
         everything: Tensor = all_gather(x, name_of(self.group))
         return everything.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.total)
-
-    @cached_property
-    def own_positions(self) -> Tensor:
-        """The position ids of the rank's own tokens, where those of all are known."""
-        return self.own(self.positions, -1)
 
 
 @dataclass(frozen=True, eq=False)
