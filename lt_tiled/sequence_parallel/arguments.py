@@ -42,12 +42,6 @@ class Call:
     def run(self, forward: Callable[..., Any]) -> Any:
         return forward(self.module, *self.args, **self.kwargs)
 
-    def replaced(self, new: dict[str, Any]) -> Call:
-        """Return the call with other values of some arguments."""
-        arguments = self.arguments | new
-        count = len(self.args)
-        return Call(self.module, tuple(arguments.values())[:count], dict(list(arguments.items())[count:]))
-
     def with_tokens(self, tokens: Tensor, cut: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor) -> Call:
         """Return the call for other tokens, with other tensors as ``cut`` returns them for their arguments' names."""
 
@@ -57,7 +51,8 @@ class Call:
         new: dict[str, Any] = {}
         for name, value in self.arguments.items():
             new[name] = pytree.tree_map_only(Tensor, partial(change, name), value)
-        return self.replaced(new)
+        count = len(self.args)
+        return Call(self.module, tuple(new.values())[:count], dict(list(new.items())[count:]))
 
     def cut(self, owner: str, total: int, part: Callable[[Tensor, int], Tensor], masks: bool = False) -> Call:
         """Return the call with a part of each tensor of ``total`` tokens.
