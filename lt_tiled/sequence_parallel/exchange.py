@@ -32,16 +32,13 @@ def head_shards(heads: int, key_heads: int, size: int) -> dict[str, list[list[in
     each = -(-heads // size)
     queries: list[list[int]] = []
     keys: list[list[int]] = []
-    distinct: list[list[int]] = []
     for rank in range(size):
         mine = [min(head, heads - 1) for head in range(rank * each, (rank + 1) * each)]
         queries.append(mine)
         keys.append([head * key_heads // heads for head in mine])
-        distinct.append(sorted(set(keys[rank])))
     # Attention wants equally many query heads for each key-value head, and all ranks send equally many.
-    times = each // len(distinct[0])
-    if all(sorted(once * times) == of for once, of in zip(distinct, keys, strict=True)):
-        keys = distinct
+    if heads % size == key_heads % size == 0 or all(len(set(needed)) == 1 for needed in keys):
+        keys = [sorted(set(needed)) for needed in keys]
     return {"heads": queries, "key_heads": keys}
 
 
