@@ -92,7 +92,7 @@ class TextFiles(LightningDataModule):
         """Return batches in an order that depends only on the seed and on how many batches came before the epoch."""
         if self.trainer is None:  # Fabric gives each rank a sampler, but not where the loader has one
             return self._loader("train", shuffle=True)
-        return self._loader("train", sampler=_EpochOrder(self, self._parts["train"]))
+        return self._loader("train", sampler=_EpochOrder(self.trainer, self.batch_size, self._parts["train"]))
 
     def val_dataloader(self) -> DataLoader[Tensor]:
         return self._loader("val")
@@ -111,10 +111,10 @@ class TextFiles(LightningDataModule):
 class _EpochOrder(DistributedSampler[Tensor]):
     """Shuffles sequences for each epoch, divides them among the ranks, and leaves out what a resumed run has seen."""
 
-    def __init__(self, data: TextFiles, sequences: Any) -> None:
-        self.data = data
-        self.trainer: Any = data.trainer
-        ranks = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    def __init__(self, trainer: Any, batch_size: int, sequences: Any) -> None:
+        self.trainer = trainer
+        self.batch_size = batch_size
+        ranks = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         super().__init__(sequences, **ranks, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
 
     def __iter__(self) -> Iterator[Any]:
@@ -123,7 +123,7 @@ class _EpochOrder(DistributedSampler[Tensor]):
         # 2. Lightning counts an epoch that max_steps ends as a whole one. The batches before an epoch are certain.
         self.set_epoch(counts.total.completed - counts.current.completed)
         # 3. Lightning counts from 0 in a new epoch, and in a resumed one from where it stopped.
-        yield from islice(super().__iter__(), counts.current.ready * self.data.batch_size, None)
+        yield from islice(super().__iter__(), counts.current.ready * self.batch_size, None)
 
 
 class _Loader(DataLoader[Tensor]):
