@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-import torch
-
 Policy = TypeVar("Policy")
 Keep = Literal["attention"] | Sequence[str | Callable[..., Any]]
 Compare = Literal["raise", "warn"]
@@ -22,8 +20,8 @@ class Tiling:
     """Settings of tiled modules.
 
     Raises:
-        ValueError: If a count is not positive, both counts are given, ``accumulate`` is unknown, ``targets``
-            is empty, or ``torch.compile`` rejects the arguments in ``compile``.
+        ValueError: If a count is not positive, both counts are given, ``accumulate`` is unknown, or ``targets`` is
+            empty.
     """
 
     num_shards: int | Literal["auto"] = "auto"
@@ -58,7 +56,6 @@ class Tiling:
             )
         _check_choice("accumulate", self.accumulate, ("float32", "param"))
         _check_choice("compare", self.compare, get_args(Compare))
-        _check_compile(self.compile)
         _check_targets(self.targets, also="; to tile only the loss, pass tiling=False and loss=True")
 
 
@@ -199,15 +196,6 @@ def check_count(name: str, value: object, *also: object, least: int = 1) -> None
 def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
-
-
-def _check_compile(value: Any) -> None:
-    if not isinstance(value, bool):
-        try:
-            torch.compile(lambda: None, **value)  # compiles at the first call, but looks its arguments up now
-        except (TypeError, RuntimeError) as error:
-            remedy = "pass True, False, or arguments of torch.compile such as {'mode': 'max-autotune'}"
-            raise ValueError(f"compile={value!r} is not understood ({str(error)[:200]}): {remedy}.") from error
 
 
 def _check_targets(targets: object, also: str = "") -> None:
