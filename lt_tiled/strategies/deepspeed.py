@@ -30,17 +30,19 @@ class DeepSpeed(TiledStrategy):
         from deepspeed.accelerator import set_accelerator
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+        # 1. DeepSpeed itself takes a GPU where there is one.
         set_accelerator(CPU_Accelerator())
-        # DeepSpeed would compile both for minutes at their first use; gloo and torch's optimizers do the same work.
+        # 2. It would compile both for minutes at their first use; gloo and torch's optimizers do the same work.
         # https://github.com/deepspeedai/DeepSpeed/pull/5391
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "offload_optimizer" in self.config.get("zero_optimization", {}):
             self.config.setdefault("zero_force_ds_cpu_optimizer", False)
-        # DeepSpeed and Lightning's check index devices by the local rank; an indexed CPU is the CPU.
+        # 3. DeepSpeed and Lightning's check index devices by the local rank; an indexed CPU is the CPU.
         assert self.parallel_devices is not None
         self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
+        # 4. The environment is that of DDP: the parent's own method does the same and accepts only CUDA devices.
         parent: Any = next(kind for kind in type(self).__mro__ if kind.__name__ == "DeepSpeedStrategy")
-        super(parent, self).setup_environment()  # not the parent's own, which accepts only CUDA devices
+        super(parent, self).setup_environment()
         self.make_groups()
 
     @contextmanager

@@ -49,15 +49,17 @@ class FSDP(ShardedStrategy):
             warn("FSDP saves sharded checkpoints, not full ones, on the CPU and with use_orig_params=False.")
 
     def unit_arguments(self) -> dict[str, Any]:
+        # 1. What the parent hands to torch, too.
         arguments = dict(self.options)
         arguments["auto_wrap_policy"] = self.auto_wrap_policy
         arguments["mixed_precision"] = self.mixed_precision_config
         arguments["sharding_strategy"] = self.sharding_strategy
+        # 2. The device, without which torch looks for a GPU. Weights are offloaded from a GPU alone.
         if self.on_cpu:
             arguments["device_id"] = torch.device("cpu")
         else:
             arguments["device_id"] = self.root_device.index  # type: ignore[attr-defined]
-            arguments["cpu_offload"] = self.cpu_offload  # torch needs a device to offload from
+            arguments["cpu_offload"] = self.cpu_offload
         return arguments
 
     def model_sharded_context(self) -> Any:
@@ -85,6 +87,7 @@ class TrainerFSDP(FSDP, TiledTrainerStrategy):
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
 
     def _clip_by_norm(self, optimizer: object, clip_val: float) -> None:
+        # torch's method clips the gradients of all weights, also those of another optimizer.
         if len(self.optimizers) > 1:
             raise ValueError("FSDP clips by the norm of all gradients: clip by value, or use one optimizer.")
         assert isinstance(self.model, FullyShardedDataParallel)

@@ -33,13 +33,16 @@ class _FSDP2(ShardedStrategy):
         Lightning's ``"auto"`` is one data-parallel rank per node, chosen before it can be known whether the model has a
         tensor-parallel plan: without one, ``fully_shard`` would shard nothing, and all ranks would train on one batch.
         """
+        # 1. Where no size is given, no rank is tensor-parallel.
         ranks = self.num_nodes * self.num_processes
         if self._data_parallel_size == self._tensor_parallel_size == "auto":
             self._tensor_parallel_size = 1
+        # 2. One size leaves the other its ranks.
         if self._tensor_parallel_size == "auto":
             self._tensor_parallel_size = ranks // self._data_parallel_size
         if self._data_parallel_size == "auto":
             self._data_parallel_size = ranks // self._tensor_parallel_size
+        # 3. Consecutive ranks would share sequences and hold parts of the same weights.
         if self._tensor_parallel_size > 1 and self.sequence_parallel is not None:
             raise ValueError(
                 f"sequence_parallel={self.sequence_parallel.size} cannot be combined with"
@@ -72,12 +75,13 @@ class _FSDP2(ShardedStrategy):
                 " parallelize_module and fully_shard (in configure_model, or parallelize_fn for Fabric), or pass"
                 " tensor_parallel_size=1 to shard blocks."
             )
-        # 2. Without a plan, each block is a unit. A weight that two units share would become two.
+        # 2. The root's weights are gathered for one forward and one backward pass.
         if not getattr(model, "automatic_optimization", True):
             warn(
                 f"{name} becomes one FSDP root, whose weights the first backward pass of a step frees: for several in a"
                 " step, call fully_shard on each network in configure_model."
             )
+        # 3. Without a plan, each block is a unit. A weight that two units share would become two.
         blocks = self.blocks_to_shard(model)
         weights = len(list(model.parameters()))
         for module in [*blocks, model]:
@@ -94,9 +98,11 @@ class TrainerFSDP2(_FSDP2, TiledTrainerStrategy):
     """FSDP2 for Trainer."""
 
     def setup(self, trainer: pl.Trainer) -> None:
+        # 1. Before the policies are applied, as in a `configure_model` that shards.
         module = self.lightning_module
         self.shard(module)
-        hook = vars(module).setdefault("configure_model", nothing)  # Lightning demands one that shards the model
+        # 2. Lightning demands a hook that shards the model, also from a model that needs none.
+        hook = vars(module).setdefault("configure_model", nothing)
         try:
             super().setup(trainer)
         finally:

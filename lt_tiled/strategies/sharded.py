@@ -41,12 +41,14 @@ class ShardedStrategy(TiledStrategy):
         Raises:
             ValueError: If the optimizer states are in another order than the weights.
         """
-        given = kwargs.get("path") or args[0]  # as Fabric and Trainer give it
+        # 1. As Fabric and Trainer give it. All ranks must read what the first one names.
+        given = kwargs.get("path") or args[0]
         path = Path(self.broadcast(given))  # type: ignore[attr-defined]
+        # 2. A file is a full checkpoint. Fabric may load a model's weights alone, which have no order.
         state = kwargs.get("state")
         if path.is_file() and ("state" not in kwargs or isinstance(state, dict)):
             checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=kwargs.get("weights_only"))
-            if state is None:  # a Trainer's checkpoint has a list of states
+            if state is None:  # Trainer: its checkpoint has a list of states, in the order of its optimizers
                 state = {"model": self.lightning_module}
                 state.update(enumerate(self.optimizers))
                 checkpoint.update(enumerate(checkpoint.get("optimizer_states", [])))
@@ -61,6 +63,7 @@ def _check_order(file: str, checkpoint: dict[Any, Any], state: dict[Any, Any]) -
     reads the numbers in the order of the model's weights, frozen ones included: ``_rekey_optimizer_state_if_needed`` in
     ``lightning/fabric/strategies/model_parallel.py``.
     """
+    # 1. The number that Lightning takes for each weight.
     places: dict[nn.Parameter, int] = {}
     for model in state.values():
         if isinstance(model, nn.Module):
@@ -68,14 +71,14 @@ def _check_order(file: str, checkpoint: dict[Any, Any], state: dict[Any, Any]) -
     for key, optimizer in state.items():
         if not isinstance(optimizer, Optimizer) or key not in checkpoint:
             continue
-        # 1. The numbers of the weights in the order of the groups: in the file, and those that Lightning would take.
+        # 2. The numbers of the weights in the order of the groups: in the file, and those that Lightning would take.
         saved: list[int] = []
         read: list[int | None] = []
         for group in checkpoint[key]["param_groups"]:
             saved += group["params"]
         for group in optimizer.param_groups:
             read += [places.get(weight) for weight in group["params"]]
-        # 2. FSDP numbers them by the model, so only a file of other engines counts from 0 to the end.
+        # 3. FSDP numbers them by the model, so only a file of other engines counts from 0 to the end.
         if saved == list(range(len(saved))) and read != list(range(len(read))):
             raise ValueError(
                 f"{file} numbers its optimizer states by parameter groups, which have another order than the weights"
