@@ -34,7 +34,6 @@ from lt_tiled.recompute.keep import is_attention, policy_of
 from lt_tiled.report import Report
 from lt_tiled.sequence_parallel.enable import enable, find_doors, reach_attention
 from lt_tiled.sequence_parallel.groups import group_of
-from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled
 
 
@@ -44,7 +43,6 @@ class AppliesPolicies:
     strict = False  # whether a policy that finds nothing raises, and does not only warn
     sequence_group: dist.ProcessGroup | None = None  # the ranks that share each sequence with this one
     ranks_per_node: int | None = None  # the processes that share the budgets of a node, if it is known
-    needs: EngineNeeds | None = None  # of the engine; without them each model's engine is found
     build_offloader = staticmethod(build_offloader)
 
     def set_policies(
@@ -114,12 +112,12 @@ class Prepared(AbstractContextManager["Prepared"]):
     def _tile(self, tiled: list[Tileable], losses: list[Any], policies: AppliesPolicies, undo: ExitStack) -> None:
         """Run modules and losses in tiles, until ``undo`` is closed."""
         owner = object()
-        needs = policies.needs or Engine(self.model)
+        engine = Engine(self.model)
         undo.callback(restore_leaves, self.model)  # the last one: leaf modules are those with tiles
         undo.callback(remove_patches, self.model, owner)
         if policies.tiling is not None:
             for tileable in tiled:
-                patch_tiled(tileable, policies.tiling, needs, owner)
+                patch_tiled(tileable, policies.tiling, engine, owner)
         if policies.loss is not None:
             patch_losses(losses, policies.loss, owner)
         patch_leaves(self.model)

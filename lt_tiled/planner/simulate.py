@@ -24,7 +24,6 @@ from lt_tiled.planner.engines import Engine, Zero, elements, mesh_of, share_weig
 from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
-from lt_tiled.tiling.call import EngineNeeds
 from lt_tiled.tiling.cut import tiles_to_run
 from lt_tiled.training_step.step import shape_of, training_loss
 
@@ -204,7 +203,6 @@ def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
         # implementations of the exchanges communicate nothing.
         group: Any = SimpleNamespace(group_name="simulated", size=lambda: shared.size, rank=lambda: 0)
         policies.sequence_group = group
-    policies.needs = EngineNeeds()
     policies.build_offloader = partial(fake_offloader, partial(ledger.name, part="block inputs"))
     return Prepared(model, policies)
 
