@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -80,20 +79,14 @@ class TileFunction:
     tiling: Tiling
     plans: dict[Hashable, Plan | None]
     """What is known of each kind of call of the tiled module; ``None`` if it failed the self-check."""
-    joined: bool = False
-    """Whether a norm and what follows it run together."""
+    first: TiledCall | None = None
+    """The call of a norm that runs in the same tiles. Its tensors stand in the place of the first argument."""
 
     def after(self, first: TiledCall) -> TileFunction:
-        """Return the function that runs a norm's call first, whose tensors take the place of the first argument."""
-        norm = first.function
-        run = partial(_run_both, first.run, self.run, len(first.per_token))
-        parts = [*norm.parts, *self.parts]
-        inside = [*norm.inside, *self.inside]
-        return replace(self, run=run, parts=parts, inside=inside, key=(first.kind, self.key), joined=True)
-
-
-def _run_both(first: Callable[..., Any], second: Callable[..., Any], count: int, *args: Any, **kwargs: Any) -> Any:
-    return second(first(*args[:count]), *args[count:], **kwargs)
+        """Return the function that runs behind a norm."""
+        parts = [*first.function.parts, *self.parts]
+        inside = [*first.function.inside, *self.inside]
+        return replace(self, parts=parts, inside=inside, key=(first.kind, self.key), first=first)
 
 
 TENSOR = object()
@@ -139,7 +132,7 @@ class TiledCall:
         self.dtypes = tuple([t.dtype for t in inputs])
         self.kind = self._kind()
         """Tells whether another call runs the same code."""
-        plain = len(inputs) == len(arguments) and not names
+        plain = len(inputs) == len(arguments) and not names and function.first is None
         self.run: Callable[..., Any] = function.run if plain else self._run
         """Runs the function on the tensors of one tile."""
 
@@ -155,6 +148,9 @@ class TiledCall:
     def _run(self, *tile: Tensor) -> Any:
         tensors = iter(tile)
         values = [next(tensors) if value is TENSOR else value for value in self.arguments]
+        if (first := self.function.first) is not None:
+            count = len(first.per_token)
+            values = [first.run(*values[:count]), *values[count:]]
         count = len(values) - len(self.names)
         return self.function.run(*values[:count], **dict(zip(self.names, values[count:], strict=True)))
 

@@ -197,7 +197,7 @@ class TiledPatch(Patch):
                 made = self.decide(module, function, tensors, kwargs)
         if made is not None:
             call, inputs = made
-            joined = call.function.joined
+            joined = call.function.first is not None
             if self.is_leader or joined:
                 self.leader.largest.note(call.tokens.count, call.sizes, self.kind)
             # 3. In the tiles of what follows, if that takes its output.
@@ -268,14 +268,14 @@ class TiledPatch(Patch):
         call = TiledCall(function, inputs, arguments, tuple(kwargs), tokens, sizes)
         early = not self.is_lone_norm and torch.is_grad_enabled() and tokens.count > 1
         # That norms may run in tiles, and in those of what follows, is a guess: it is checked whatever the policy says.
-        checks = self.tiling.self_check or self.is_lone_norm or function.joined
+        checks = self.tiling.self_check or self.is_lone_norm or function.first is not None
         if call.kind not in self.plans and (early or len(sizes) > 1):
             try:
                 if checks and is_real(inputs[0]):
                     check_position_wise(call, inputs, self.needs.passed)
                 self.plans[call.kind] = find_plan(call, inputs)
             except NotPositionWiseError as error:
-                if not function.joined:
+                if function.first is None:
                     self._step_back(module, error)
                 self.plans[call.kind] = None
         # short
