@@ -29,10 +29,10 @@ from lt_tiled.policies import (
     as_policy,
     as_sequence_parallel,
 )
-from lt_tiled.recompute.blocks import BlockOffload, BlockPatch, find_checkpointable, turn_off_own_checkpointing
-from lt_tiled.recompute.keep import is_attention, policy_of
+from lt_tiled.recompute.blocks import BlockPatch, find_checkpointable, turn_off_own_checkpointing
+from lt_tiled.recompute.keep import policy_of
 from lt_tiled.report import Report
-from lt_tiled.sequence_parallel.enable import enable, find_doors, reach_attention
+from lt_tiled.sequence_parallel.enable import enable, find_doors
 from lt_tiled.sequence_parallel.groups import group_of
 from lt_tiled.tiling.patch import TiledPatch, patch_tiled
 
@@ -131,20 +131,13 @@ class Prepared(AbstractContextManager["Prepared"]):
         if policy.offload is not None:
             self.offloader = policies.build_offloader(policy, policies.ranks_per_node)
             undo.callback(self.offloader.close)
-        # 2. What blocks save besides. Attention of transformers is found by its interface, other attention by a mode.
+        # 2. What blocks save besides.
         keep = policy_of(policy.keep)
-        need_mode: set[nn.Module] = set()
-        if keep is is_attention:
-            need_mode = reach_attention(self.model, blocks, undo)
         # 3. The blocks themselves. What the model would recompute by itself would run a second time.
         for module in turn_off_own_checkpointing(self.model):
             undo.callback(setattr, module, "gradient_checkpointing", True)
         for path, block in blocks:
-            offload: BlockOffload | None = None
-            if self.offloader is not None:
-                offload = BlockOffload(self.offloader, path, self.model)
-            name = f"{path} ({type(block).__name__})"
-            patch_until(undo, block, BlockPatch(name, offload, keep, block in need_mode, policy.compare == "raise"))
+            patch_until(undo, block, BlockPatch(path, self.offloader, keep, policy.compare == "raise"))
         # 4. A cache would hold the keys and values of all layers, and a recompute would add them twice.
         leave_out_caches(self.model, undo)
 

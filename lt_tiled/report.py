@@ -66,8 +66,8 @@ class Report:
                 losses.append(ReportedModule(path, head.name, head.largest.tokens, head.largest.tiles))
             if (block := get_patch(module, BlockPatch)) is not None:
                 blocks.append(ReportedModule(path, type(module).__name__))
-                if block.offload is not None:
-                    offloaded = block.offload.offloader.stats
+                if block.offloader is not None:
+                    offloaded = block.offloader.stats
         return cls(tuple(tiled), tuple(blocks), tuple(losses), tuple(norms), offloaded)
 
     def summary(self) -> str:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.loss.cross_entropy import CrossEntropy, wide_dtype
 from lt_tiled.policies import Tiling
-from lt_tiled.recompute.compare import TileFingerprints
+from lt_tiled.recompute.compare import VERDICT, Fingerprints
 from lt_tiled.recompute.mode import (
     PlainSavedTensors,
     Precision,
@@ -120,7 +120,7 @@ class _LossCall:
 
     def run(
         self, tensors: Sequence[Tensor], wanted: Sequence[int], factors: Tensor
-    ) -> tuple[Tensor, list[Tensor | None], TileFingerprints]:
+    ) -> tuple[Tensor, list[Tensor | None], Fingerprints]:
         """Run all tiles on hidden states ``[T, H]`` and weights, of which those with these indices want a gradient.
 
         Return the loss of each token, ``[T]``, the gradients for factors of these losses, and fingerprints of the
@@ -139,7 +139,7 @@ class _LossCall:
             else:
                 sums[index - 1] = GradientSum(tensors[index], "float32")
         # 2. What computes logits, and their gradients. At most an eighth of a fingerprint is of one tile.
-        prints = TileFingerprints(self.name, max(8, len(self.places)), self.precision.dtype)
+        prints = Fingerprints(self.name, _REMEDY, True, max(8, len(self.places)), self.precision.dtype)
         tile: LinearTile | GraphTile
         if self.head is linear and not any(map(is_traceable_wrapper_subclass, tensors)):
             tile = LinearTile(weights, sums, 0 in wanted, self.precision.dtype)
@@ -149,7 +149,7 @@ class _LossCall:
             # 3. The logits of a tile become the gradient of its losses.
             logits = tile.logits(hidden[place])
             if self.kind.reduction == "none" and is_real(hidden):
-                prints.take([logits])
+                prints.take(0, logits)
             factor = factors[place] if wanted else None
             losses[place] = self.kind.of(logits, self.labels[place], factor).to(losses.dtype)
             # 4. The gradients of weights are added to their sums.
@@ -271,7 +271,7 @@ class _TiledLoss(torch.autograd.Function):
         tensors = ctx.saved_tensors[1:]
         with call.precision.context(), random_state_kept(incoming.device, ctx.random):
             _, gradients, prints = call.run(tensors, ctx.wanted, incoming)
-        ctx.prints.compare(prints, _REMEDY)
+        VERDICT.add(ctx.prints, prints)
         return None, *gradients
 
 

@@ -7,10 +7,9 @@ the previous values are restored. All other state has its value at the time of t
 computes different values, the backward pass raises (``compare.py``). Side effects in Python happen twice.
 
 NOTE [What is offloaded]
-A block's hidden states are offloaded: its first floating-point argument of two or more dimensions, and the arguments of
-the same shape that require a gradient, such as a separate residual stream. Weights and views of weights stay on the
-device anyway, and so do tensors that cannot be restored from their bytes (``movable`` in ``offload/tensors.py``). What
-a block keeps for its recompute (``keep``) goes through the same offloader.
+A block's hidden states are offloaded: its first floating-point argument of two or more dimensions that requires a
+gradient, and others of the same shape, such as a separate residual stream. Weights and views of weights stay on the
+device anyway. What a block keeps for its recompute (``keep``) goes through the same offloader.
 """
 
 from __future__ import annotations
@@ -34,43 +33,11 @@ from lt_tiled.modules.cache import by_name, has_cache
 from lt_tiled.modules.find import find_named, walk
 from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.offload.offloader import OffloadedTensor, Offloader
-from lt_tiled.offload.tensors import movable, storage_key, view_key
 from lt_tiled.policies import ActivationCheckpointing
-from lt_tiled.recompute.compare import describe
+from lt_tiled.recompute.compare import Fingerprints, describe
 from lt_tiled.recompute.keep import Chooses, KeepMode
 from lt_tiled.recompute.mode import Buffers, Precision, carried, in_checkpoint, is_backward, is_transformed
-from lt_tiled.recompute.saved import COMPARED, BlockFingerprints
-
-
-@dataclass(frozen=True)
-class BlockOffload:
-    """How the inputs of one block are offloaded."""
-
-    offloader: Offloader
-    block: str  # as errors name it
-    model: nn.Module  # whose weights are never offloaded
-
-    def of_inputs(self, tensors: Sequence[Tensor]) -> saved_tensors_hooks:
-        """Return hooks that offload the hidden states among the inputs of a call."""
-        # Sparse, nested and quantized tensors stay where they are.
-        floating = [t for t in tensors if movable(t) and t.is_floating_point() and t.dim() > 1]
-        # A separate residual stream has the same shape and is also used by one block only.
-        hidden = [t for t in floating if t is floating[0] or (t.shape == floating[0].shape and t.requires_grad)]
-        # A tensor without a grad_fn may be a view of a weight (detached, transposed).
-        weights: set[int | None] = set()
-        if any(t.grad_fn is None for t in hidden):
-            weights.update(storage_key(p) for p in self.model.parameters())
-        views: list[Any] = []  # the hooks get new Python objects
-        for tensor in hidden:
-            if not isinstance(tensor._base, nn.Parameter) and storage_key(tensor) not in weights:
-                views.append(view_key(tensor))
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
-            is_input = movable(tensor) and view_key(tensor) in views
-            return self.offloader.pack(tensor, self.block) if is_input else tensor
-
-        return saved_tensors_hooks(pack, torch.compiler.disable(self.offloader.unpack))
+from lt_tiled.recompute.saved import COMPARED, compared_forward
 
 
 @dataclass(eq=False, repr=False)
@@ -78,20 +45,17 @@ class BlockPatch(Patch):
     """How a block with activation checkpointing runs, and its state."""
 
     order = Order.CHECKPOINT
-    name: str
-    """The block's path and class, for messages."""
-    offload: BlockOffload | None = None
+    path: str
+    """The block's path, for messages."""
+    offloader: Offloader | None = None
     keep: Chooses | None = None
     """The operators whose outputs are kept."""
-    finds_attention: bool = False
-    """Whether attention functions inside are found by a mode, and not wrapped themselves."""
     raises: bool = True
     """Whether a recompute with other values raises, and does not only warn."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block; if a backward pass may follow, save its tensor arguments alone, and recompute the rest there."""
-        others = _checkpoints_itself(module) or _is_recomputed_by_others(module)
-        if others or is_transformed() or not torch.is_grad_enabled():
+        if _is_recomputed_by_others(module) or is_transformed() or not torch.is_grad_enabled():
             return self.inner(module, *args, **kwargs)
         if has_cache(by_name(type(module).forward, args, kwargs)):
             kind = type(module).__name__
@@ -103,21 +67,38 @@ class BlockPatch(Patch):
             return self.inner(module, *args, **kwargs)
         # 1. All tensors, including those in keywords and tuples, are passed to torch's checkpoint by position: torch
         # saves positional tensors through the saved-tensors hooks, and keeps all others in a closure.
-        tensors, call_with = _split(args, kwargs)
+        given = (args, kwargs)
+        leaves, tree = pytree.tree_flatten(given, lambda node: node is not kwargs and not isinstance(node, tuple))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         # 2. What the recompute begins with.
         call = BlockCall(self, module, tensors)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def block(*given: Tensor) -> Any:
-            inner_args, inner_kwargs = call_with(given)
-            return call.run(partial(self.inner, module, *inner_args, **inner_kwargs), given)
+        def block(*given: Any) -> Any:
+            inner_args, inner_kwargs = pytree.tree_unflatten(given, tree)
+            return call.run(partial(self.inner, module, *inner_args, **inner_kwargs))
 
         # 3. Inside the block torch's own hooks are on top of the offloader's, so these see the block's inputs alone.
-        with nullcontext() if self.offload is None else self.offload.of_inputs(tensors):
-            output = checkpoint(block, *tensors, use_reentrant=False, determinism_check=COMPARED)
+        with nullcontext() if self.offloader is None else offloading(self.offloader, self.path, tensors):
+            output = checkpoint(block, *leaves, use_reentrant=False, determinism_check=COMPARED)
         if call.kept is not None and not call.kept.values:
-            inform(f"{self.name}: nothing was kept, so all of it is recomputed", once=f"kept {type(module).__name__}")
+            inform(f"{self.path}: nothing was kept, so all of it is recomputed", once=f"kept {type(module).__name__}")
         return output
+
+
+def offloading(offloader: Offloader, block: str, tensors: Sequence[Tensor]) -> saved_tensors_hooks:
+    """Return hooks that offload the hidden states among the inputs of a call: see NOTE [What is offloaded]."""
+    shapes: list[torch.Size] = []
+    for tensor in tensors:
+        is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if tensor.requires_grad and not is_weight and tensor.dim() > 1:
+            shapes.append(tensor.shape)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
+        return offloader.pack(tensor, block) if tensor.shape in shapes[:1] else tensor
+
+    return saved_tensors_hooks(pack, torch.compiler.disable(offloader.unpack))
 
 
 class BlockCall:
@@ -131,18 +112,19 @@ class BlockCall:
         self.precision = Precision.now(device)
         self.carried = [(variable, variable.get()) for variable in carried]
         self.buffers = Buffers(module.modules())
-        self.fingerprints = BlockFingerprints(patch.name, patch.raises)
+        name = f"{patch.path} ({type(module).__name__})"
+        self.prints = Fingerprints(name, "name other blocks in ActivationCheckpointing", patch.raises)
         self.kept: KeepMode | None = None
         if patch.keep is not None:
-            self.kept = KeepMode(patch.keep, patch.finds_attention, device, self.fingerprints, patch.offload)
+            self.kept = KeepMode(patch.keep, device, self.prints, patch.offloader, patch.path)
 
-    def run(self, function: Callable[[], Any], given: Sequence[Tensor]) -> Any:
-        """Run the block on these tensors: its forward pass the first time, and then its recompute."""
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Run the block: its forward pass the first time, and then its recompute."""
         if self.kept is not None:
             function = partial(self.kept.run, function)
         if not self.ran:
             self.ran = True
-            return self.fingerprints.forward(function, given)
+            return compared_forward(self.prints, function)
         with ExitStack() as stack:
             for variable, value in self.carried:
                 stack.callback(variable.reset, variable.set(value))
@@ -150,7 +132,7 @@ class BlockCall:
             stack.enter_context(self.precision.context())
             output = function()
         if self.stops_early:
-            raise RuntimeError(f"{describe(self.fingerprints.name, 'it saves fewer tensors')}.")
+            raise RuntimeError(f"{describe(self.prints.name, 'it saves fewer tensors')}.")
         return output
 
 
@@ -175,7 +157,7 @@ def find_checkpointable(model: nn.Module, policy: ActivationCheckpointing) -> li
 
 def turn_off_own_checkpointing(model: nn.Module) -> list[nn.Module]:
     """Turn off a model's own gradient checkpointing, so that nothing is recomputed twice. Return where it was on."""
-    switched = [m for _, m in walk(model) if _checkpoints_itself(m)]
+    switched = [m for _, m in walk(model) if getattr(m, "gradient_checkpointing", False) is True]
     for module in switched:
         module.gradient_checkpointing = False  # type: ignore[assignment]
     if switched:
@@ -197,25 +179,3 @@ def _is_recomputed_by_others(block: nn.Module) -> bool:
         once=f"own checkpointing {kind}",
     )
     return True
-
-
-def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], Callable[..., Any]]:
-    """Return the tensors among the arguments and in tuples, and a function that rebuilds the arguments from others."""
-    whole = (args, kwargs)
-    leaves, tree = pytree.tree_flatten(whole, is_leaf=lambda node: node is not kwargs and not isinstance(node, tuple))
-    positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[position] for position in positions]
-    for position in positions:
-        leaves[position] = None
-
-    def call_with(given: Sequence[Tensor]) -> Any:
-        own = list(leaves)
-        for position, tensor in zip(positions, given, strict=True):
-            own[position] = tensor
-        return pytree.tree_unflatten(own, tree)
-
-    return tensors, call_with
-
-
-def _checkpoints_itself(module: nn.Module) -> bool:
-    return getattr(module, "gradient_checkpointing", False) is True

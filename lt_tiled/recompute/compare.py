@@ -20,16 +20,17 @@ such as DDP's, whose next step then fails. So the callback queues itself once mo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled._log import warn
+from lt_tiled.recompute.mode import is_real
 
 ROWS = 1024
 """The most rows of a tensor that are compared."""
@@ -38,7 +39,12 @@ WIDEST = 2**14
 FEW = 4
 """So many of them may differ."""
 TOLERANCE = 5.0
-EPS = {torch.float64: 2.0**-36, torch.float32: 2.0**-13, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-8}
+EPS = {
+    torch.float64: 2.0**-36,
+    torch.float32: 2.0**-13,
+    torch.float16: 2.0**-10,
+    torch.bfloat16: 2.0**-8,
+}
 """One unit in the last place: of float32 with TF32 in mind, of float64 with sums in another order."""
 
 
@@ -47,14 +53,18 @@ def _signs(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(width)
     with torch.inference_mode(False):
         signs = torch.randint(0, 2, (width,), generator=generator).mul(2).sub(1).to(device, dtype)
-        signs[0] *= 1.5  # else the sum may be zero, and with it that of a row of equal flags
+        signs[0] *= 3  # else the sum may be zero, and with it that of a row of equal flags
         return signs
 
 
 def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:
-    """Return the products of about so many rows of ``[..., width]`` with random signs, in float32 or float64."""
+    """Return the products of about so many rows of ``[..., width]`` with random signs.
+
+    Flags and indices give integers, which have no rounding, and others float32 or float64.
+    """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
+    exact = not tensor.is_floating_point()
     some = tensor.detach()
     width = tensor.shape[-1] if tensor.dim() > 1 else 1
     # 1. Rows of the longest dimension, the last one among them, before anything is copied.
@@ -72,77 +82,111 @@ def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:
         some = some.reshape(-1, width)
     if some.dtype != torch.float64:
         some = some.float()
-    return torch.mv(some, _signs(width, some.dtype, some.device))  # [rows]
+    products = torch.mv(some, _signs(width, some.dtype, some.device))  # [rows]
+    return products.long() if exact else products
 
 
-def rows_that_differ(before: Tensor, now: Tensor, eps: Tensor | float) -> Tensor:
-    """Return how many more rows of fingerprints ``[..., rows]`` differ than may; negative if fewer do."""
-    scale = before.nan_to_num(0, 0, 0).square().mean(-1, keepdim=True).sqrt()
+def rows_that_differ(before: Tensor, now: Tensor, eps: float) -> Tensor:
+    """Return how many rows of fingerprints ``[..., rows]`` differ by more than rounding."""
+    wide = torch.promote_types(before.dtype, torch.float32)
+    scale = before.nan_to_num(0, 0, 0).square().mean(-1, keepdim=True, dtype=wide).sqrt()
     same = ((before - now).abs() <= scale * eps * TOLERANCE) | (before == now) | (before.isnan() & now.isnan())
-    return (~same).sum(-1) - _few(before.shape[-1])
+    return (~same).sum(-1)
 
 
-def _few(rows: int) -> int:
-    return min(FEW, rows // 32)
+class Fingerprints:
+    """The fingerprints of what a forward pass computes, or of what its recompute does.
 
+    Args:
+        name: The name of the block or the call in messages.
+        remedy: What to do about other values, for messages.
+        raises: Whether a difference raises, and does not only warn.
+        tiles: Over so many tensors the rows at a place are spread.
+        autocast: The dtype of autocast, if it is enabled.
+    """
 
-@dataclass(frozen=True)
-class Sample:
-    """The fingerprints of a forward pass and of its recompute."""
+    def __init__(
+        self, name: str, remedy: str, raises: bool = True, tiles: int = 1, autocast: torch.dtype | None = None
+    ) -> None:
+        self.name = name
+        self.remedy = remedy
+        self.raises = raises
+        self.rows = ROWS // tiles + 1
+        self.eps = 0.0 if autocast is None else EPS[autocast]
+        """The unit in the last place of the least precise dtype."""
+        self.taken = defaultdict[Any, list[Tensor]](list)
+        """By the place of a tensor; of a call in tiles, that among what each tile returns."""
 
-    name: str
-    remedy: str
-    eps: float
-    before: Tensor
-    now: Tensor
-    raises: bool = True
-    """Whether a difference raises, and does not only warn."""
+    def take(self, place: Any, tensor: Any) -> None:
+        """Take the fingerprint of a tensor, unless it is empty, sparse or simulated, or was released."""
+        while is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            tensor = getattr(tensor, names[0])
+        if is_real(tensor) and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 0:
+            self.eps = max(self.eps, EPS.get(tensor.dtype, 0.0))
+            self.taken[place].append(fingerprint(tensor, self.rows))
+
+    def at(self, place: Any) -> Tensor:
+        """Return the fingerprints at a place as one, ``[rows]``."""
+        parts = self.taken[place]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _Verdict:
-    """Collects the samples of one backward pass, and reads them at its end: see NOTE [The verdict comes last]."""
+    """Collects the recomputes of one backward pass, and reads them at its end: see NOTE [The verdict comes last]."""
 
     def __init__(self) -> None:
         self.task = -1
-        self.samples: list[Sample] = []
+        self.pairs: list[tuple[Fingerprints, Fingerprints]] = []
 
-    def add(self, sample: Sample) -> None:
-        """Compare a sample at the end of the backward pass that runs now."""
-        if sample.now.shape != sample.before.shape:
-            sample = replace(sample, now=torch.full_like(sample.before, torch.nan))
+    def add(self, before: Fingerprints, now: Fingerprints) -> None:
+        """Compare what a recompute took with its forward pass, at the end of the backward pass that runs now."""
+        if not now.taken:
+            return
         task = torch._C._current_graph_task_id()
-        if task != self.task:  # each callback reads its own samples, so that another backward pass may run inside
+        if task != self.task:  # each callback reads its own pairs, so that another backward pass may run inside
             self.task = task
-            self.samples = []
-            read = partial(self.read, self.samples)
+            self.pairs = []
+            read = partial(self.read, self.pairs)
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: engine.queue_callback(read))
-        self.samples.append(sample)
+        self.pairs.append((before, now))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
-    def read(self, samples: list[Sample]) -> None:
-        """Compare all samples of a backward pass.
+    def read(self, pairs: list[tuple[Fingerprints, Fingerprints]]) -> None:
+        """Compare all recomputes of a backward pass with their forward passes.
 
         Raises:
-            RuntimeError: If a recompute computed different values from its forward pass.
+            RuntimeError: If one computed different values.
         """
-        # 1. All of one size at once.
-        groups = defaultdict[Any, list[Sample]](list)
-        for sample in samples:
-            groups[len(sample.before), sample.before.dtype, sample.before.device, sample.eps].append(sample)
+        # 1. All tensors with the same number of rows, and the same unit, at once.
+        groups = defaultdict[Any, list[tuple[Fingerprints, Tensor, Tensor]]](list)
+        for of, recomputed in pairs:
+            for place in recomputed.taken:
+                before = of.at(place)
+                now = recomputed.at(place)
+                if now.shape != before.shape:
+                    now = before.new_full(before.shape, torch.nan, dtype=torch.float32)
+                eps = of.eps if before.is_floating_point() else 0.0
+                groups[len(before), before.dtype, before.device, eps].append((of, before, now))
+        pairs.clear()
         counts: list[Tensor] = []
-        for group in groups.values():
-            before = torch.stack([sample.before for sample in group])  # [samples, rows]
-            now = torch.stack([sample.now for sample in group])
-            counts.append(rows_that_differ(before, now, group[0].eps).to(samples[0].now.device))
-        samples.clear()
+        device = next(iter(groups))[2]
+        for (_, _, _, eps), group in groups.items():
+            _, befores, nows = zip(*group, strict=True)
+            differ = rows_that_differ(torch.stack(befores), torch.stack(nows), eps)  # [samples]
+            counts.append(differ.to(device))
         # 2. The one read of a step.
-        differ: list[tuple[Sample, int]] = []
-        for sample, count in zip(chain(*groups.values()), torch.cat(counts).tolist(), strict=True):
-            if count > 0:
-                differ.append((sample, count))
-        if differ:
-            _tell(differ)
+        shares: dict[Fingerprints, float] = {}
+        for (of, before, _), count in zip(chain(*groups.values()), torch.cat(counts).tolist(), strict=True):
+            rows = len(before)
+            if count > min(FEW, rows // 32):
+                shares[of] = max(shares.get(of, 0.0), count / rows)
+        if shares:
+            _tell(shares)
+
+
+VERDICT = _Verdict()
 
 
 def describe(names: str, difference: str) -> str:
@@ -153,57 +197,13 @@ def describe(names: str, difference: str) -> str:
     )
 
 
-def _tell(found: Sequence[tuple[Sample, int]]) -> None:
-    """Raise an error about the samples that differ, by so many rows, or warn if all of them only warn."""
-    shares: dict[str, float] = {}
-    for sample, count in found:
-        rows = len(sample.before)
-        shares[sample.name] = max(shares.get(sample.name, 0.0), (count + _few(rows)) / rows)
-    names = ", ".join(list(shares)[:2])
-    if len(shares) > 2:
-        names += f" and {len(shares) - 2} more"
-    message = f"{describe(names, f'{max(shares.values()):.0%} of rows')}, or {found[0][0].remedy}."
-    if any(sample.raises for sample, _ in found):
+def _tell(shares: Mapping[Fingerprints, float]) -> None:
+    """Raise an error about what differs, by such shares of the rows, or warn if all of it only warns."""
+    known = list(dict.fromkeys([of.name for of in shares]))
+    names = ", ".join(known[:2])
+    if len(known) > 2:
+        names += f" and {len(known) - 2} more"
+    message = f"{describe(names, f'{max(shares.values()):.0%} of rows')}, or {next(iter(shares)).remedy}."
+    if any(of.raises for of in shares):
         raise RuntimeError(message)
     warn(message, once=names)
-
-
-VERDICT = _Verdict()
-
-
-class TileFingerprints:
-    """The fingerprints of what the tiles of a call compute in one pass.
-
-    Args:
-        name: The name of the call in messages.
-        tiles: The number of tiles.
-        autocast: The dtype of autocast, if it is enabled.
-        raises: Whether a difference raises, and does not only warn.
-    """
-
-    def __init__(self, name: str, tiles: int, autocast: torch.dtype | None, raises: bool = True) -> None:
-        self.name = name
-        self.rows = ROWS // tiles + 1
-        self.raises = raises
-        self.eps = 0.0 if autocast is None else EPS[autocast]
-        self.taken = defaultdict[int, list[Tensor]](list)
-        """Of each tile, by the place among what it returns; at -1 that of the last projection's weight."""
-
-    def take(self, leaves: Iterable[Any]) -> None:
-        """Take the fingerprints of what a tile returns."""
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.dtype in EPS and leaf.numel():
-                self.eps = max(self.eps, EPS[leaf.dtype])
-                self.taken[place].append(fingerprint(leaf, self.rows))
-
-    def take_weight(self, weight: Tensor) -> None:
-        """Take that of the last projection's weight, once: what the recompute leaves out shows no change."""
-        if weight.dtype in EPS and -1 not in self.taken:
-            self.taken[-1] = [fingerprint(weight, self.rows)]
-
-    def compare(self, now: TileFingerprints, remedy: str = "lt_tiled.untile() it") -> None:
-        """Compare them with those of the recompute, at the end of the backward pass; the remedy is for messages."""
-        for place, tiles in self.taken.items():
-            before = torch.cat(tiles)
-            after = torch.cat(now.taken[place] or [before.new_empty(0)])
-            VERDICT.add(Sample(self.name, remedy, now.eps, before, after, self.raises))

@@ -9,66 +9,57 @@ The recompute gets the output of an operator's n-th call for its n-th call. Oper
 in both passes. What runs in tiles is hidden: see ``hidden_from_checkpoints``.
 
 NOTE [Attention]
-A mode that sees each operator of a block doubles its host time. So with ``keep="attention"`` the mode stands only while
-an attention function runs (:func:`attending`): in the functions of transformers and of sequence parallelism, which are
-wrapped, and in blocks that call torch's functions themselves, where a torch function mode finds them. Kernels are known
-by their names. Of compiled attention the mode sees the compiled code as one operator if it was made by
-``torch.compile(..., options={"wrap_inductor_compiled_regions": True})``.
+The kernels of attention are known by their names. Of compiled attention the mode sees the compiled code as one operator
+if it was made by ``torch.compile(..., options={"wrap_inductor_compiled_regions": True})``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # torch names them in no public module
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lt_tiled.recompute.mode import RandomState, version_of
-from lt_tiled.recompute.saved import BlockFingerprints
+from lt_tiled.offload.offloader import Offloader
+from lt_tiled.recompute.compare import Fingerprints
+from lt_tiled.recompute.mode import RandomState, is_backward, version_of
+from lt_tiled.recompute.saved import compare_at
 
 Chooses = Callable[[Any], bool]
 """Whether the outputs of an operator are kept."""
 
 
-@dataclass(frozen=True)
-class KeptTensor:
-    """A tensor among the outputs of an operator."""
-
-    stored: Any
-    version: int
-
-
-@dataclass(eq=False, repr=False)
 class KeepMode(TorchDispatchMode):
-    """What one call of a block keeps: recorded in its forward pass, returned in its recompute."""
+    """What one call of a block keeps: recorded in its forward pass, returned in its recompute.
 
-    chooses: Chooses
-    finds_attention: bool
-    """Whether a mode has to find attention functions."""
-    device: torch.device
-    """Where the block runs."""
-    fingerprints: BlockFingerprints
-    """Compare what the operators are given: their outputs are equal in any case."""
-    offload: Any = None
-    """Where the tensors wait, a ``BlockOffload``; ``None`` keeps them on the device."""
+    Args:
+        chooses: Whether the outputs of an operator are kept.
+        device: Where the block runs.
+        prints: Compare what the operators are given: their outputs are equal in any case.
+        offloader: Where the outputs wait; ``None`` keeps them on the device.
+        block: The block's path, for messages.
+    """
 
     supports_higher_order_operators = True
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self, chooses: Chooses, device: torch.device, prints: Fingerprints, offloader: Offloader | None, block: str
+    ) -> None:
         super().__init__()
+        self.chooses = chooses
+        self.device = device
+        self.prints = prints
+        self.offloader = offloader
+        self.block = block
         self.values: dict[Any, tuple[Any, RandomState | None]] = {}
-        """By the operator and the number of its call: its outputs, and the random state behind it if it may draw."""
-        self._recorded = False
+        """By the operator and the number of its call: its outputs, with functions that return the tensors among them,
+        and the random state behind it if it may draw."""
         self._calls = Counter[Any]()
 
     @classmethod
@@ -77,17 +68,10 @@ class KeepMode(TorchDispatchMode):
         return True
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Record outputs in the forward pass, the first one; return them in each recompute."""
+        """Record outputs in the forward pass; return them in each recompute."""
         self._calls.clear()
-        finds = FindsAttention() if self.finds_attention else nullcontext()
-        everywhere = nullcontext() if self.chooses is is_attention else self
-        token = _kept.set(self)
-        try:
-            with finds, everywhere:
-                return function()
-        finally:
-            _kept.reset(token)
-            self._recorded = True
+        with self:
+            return function()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, or return its output of the forward pass."""
@@ -100,45 +84,40 @@ class KeepMode(TorchDispatchMode):
         arguments = enumerate(tree_leaves((args, kwargs)))
         if call in self.values:
             for index, argument in arguments:
-                self.fingerprints.compare((call, index), argument)
+                compare_at(self.prints, (call, index), argument)
             output, random = self.values[call]
             if random is not None:
                 random.set()
-            return tree_map_only(KeptTensor, self._unpack, output)
+            return tree_map_only(partial, partial.__call__, output)
         output = func(*args, **kwargs)
         # What runs in the recompute alone, such as what an engine does inside a block, is not kept.
-        if not self._recorded:
+        if not is_backward():
             for index, argument in arguments:
-                self.fingerprints.take((call, index), argument)
+                self.prints.take((call, index), argument)
             draws = schema is None or func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
             random = RandomState.now(self.device) if draws else None
             self.values[call] = (tree_map_only(Tensor, self._pack, output), random)
         return output
 
-    def _pack(self, tensor: Tensor) -> KeptTensor:
+    def _pack(self, tensor: Tensor) -> partial[Tensor]:
         # As above autograd, where a detached tensor sees in-place changes of the other one.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-            stored = tensor.detach()
-            if self.offload is not None:
-                stored = self.offload.offloader.pack(stored, self.offload.block, kept=True)
-        return KeptTensor(stored, version_of(tensor))
+            stored: Any = tensor.detach()
+            if self.offloader is not None:
+                stored = self.offloader.pack(stored, self.block, kept=True)
+        return partial(self._unpack, stored, version_of(tensor))
 
-    def _unpack(self, kept: KeptTensor) -> Tensor:
-        tensor: Any = kept.stored
-        if isinstance(tensor, Tensor) and version_of(tensor) != kept.version:
+    def _unpack(self, tensor: Any, version: int) -> Tensor:
+        if isinstance(tensor, Tensor) and version_of(tensor) != version:
             raise RuntimeError(
                 f"An output of shape {list(tensor.shape)} that a block keeps was changed in place after its operator."
                 " Make the change out of place, or name other operators in ActivationCheckpointing(keep=...)."
             )
-        loaded: Tensor = tensor if self.offload is None else self.offload.offloader.unpack(tensor)
+        loaded: Tensor = tensor if self.offloader is None else self.offloader.unpack(tensor)
         return loaded.detach()
 
 
-_kept: ContextVar[KeepMode | None] = ContextVar("kept", default=None)
-"""What this thread's block keeps."""
-
-
-# Attention
+# Policies
 
 
 @cache
@@ -147,31 +126,6 @@ def is_attention(function: Any) -> bool:
     name = str(function)
     parts = ("attention", "flash_attn", "inductor_compiled_code", "lt_tiled.all_to_all")
     return "backward" not in name and any(part in name for part in parts)
-
-
-@contextmanager
-def attending() -> Iterator[None]:
-    """Let the block around, if there is one, keep the attention that runs inside."""
-    kept = _kept.get()
-    if kept is None or kept in _get_current_dispatch_mode_stack():
-        yield
-        return
-    with kept:
-        yield
-
-
-class FindsAttention(TorchFunctionMode):
-    """Finds the attention functions that a block calls."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or not is_attention(func):
-            return func(*args, **kwargs)
-        with attending():
-            return func(*args, **kwargs)
-
-
-# Policies
 
 
 def policy_of(keep: Literal["attention"] | Sequence[Any] | None) -> Chooses | None:

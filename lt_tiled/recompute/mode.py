@@ -72,7 +72,6 @@ class Precision:
     default: torch.dtype
     dtype: torch.dtype | None
     """The dtype of autocast on the device, if it is enabled."""
-    cache: bool
     kernels: tuple[SDPBackend, ...]
     """Those that ``torch.nn.attention.sdpa_kernel`` enables."""
 
@@ -82,25 +81,19 @@ class Precision:
         dtype = None
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        cache = torch.is_autocast_cache_enabled()
-        return cls(kind, torch.get_default_dtype(), dtype, cache, tuple(_cur_sdpa_kernel_backends()))
+        return cls(kind, torch.get_default_dtype(), dtype, tuple(_cur_sdpa_kernel_backends()))
 
     @contextmanager
     def context(self) -> Iterator[None]:
         before = Precision.now(torch.device(self.kind))
         with ExitStack() as stack:
             if before.dtype != self.dtype:
-                autocast = torch.autocast(self.kind, self.dtype, self.dtype is not None, self.cache)
-                stack.enter_context(autocast)
+                stack.enter_context(torch.autocast(self.kind, self.dtype, self.dtype is not None))
             if before.kernels != self.kernels:
                 stack.enter_context(sdpa_kernel(list(self.kernels)))
             stack.callback(torch.set_default_dtype, before.default)
             torch.set_default_dtype(self.default)
             yield
-
-    def disabled(self) -> AbstractContextManager[object]:
-        """Disable autocast inside of these settings, if they enable it."""
-        return nullcontext() if self.dtype is None else torch.autocast(self.kind, enabled=False)
 
 
 def rounds_products() -> bool:

@@ -14,99 +14,68 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from lt_tiled.recompute.compare import EPS, ROWS, VERDICT, Sample, describe, fingerprint
-from lt_tiled.recompute.mode import is_backward, is_real
+from lt_tiled.recompute.compare import EPS, VERDICT, Fingerprints, describe
+from lt_tiled.recompute.mode import is_backward
 
 MOST_ENDS = 8
 """So many of the tensors on which outputs depend are compared; of many experts, others in each call."""
-MOST_NODES = 200
-"""So many nodes of the graph are looked at."""
 
 
-class BlockFingerprints:
-    """The fingerprints of one forward pass of a block, and their comparison: see NOTE [What a block saves].
+def compared_forward(prints: Fingerprints, function: Callable[[], Any]) -> Any:
+    """Run the forward pass of a block, and take fingerprints of what it saves."""
+    saved = _SavedTensors(prints)
+    token = _current.set(saved)
+    try:
+        output = function()
+    finally:
+        _current.reset(token)
+    for place in saved.find_ends(output):
+        prints.take(place, saved.tensors[place])
+    return output
 
-    Args:
-        name: The block's name in messages.
-        raises: Whether a difference raises, and does not only warn.
-    """
 
-    def __init__(self, name: str, raises: bool) -> None:
-        self.name = name
-        self.raises = raises
-        self.taken: dict[Any, Tensor] = {}
-        """By the place of a tensor among those that the block saves; of arguments, by the operator's call."""
-        self.eps = 0.0
-        """The unit in the last place of the least precise tensor that is saved."""
-
-    def forward(self, function: Callable[[], Any], inputs: Sequence[Tensor]) -> Any:
-        """Run the forward pass on these tensors, and look at what it saves."""
-        saved = _SavedTensors(self, inputs)
-        token = _current.set(saved)
-        try:
-            output = function()
-        finally:
-            _current.reset(token)
-        self.eps = max([EPS.get(tensor.dtype, 0.0) for tensor in saved.tensors], default=0.0)
-        for place in saved.find_ends(output):
-            self.take(place, saved.tensors[place])
-        return output
-
-    def take(self, place: Any, tensor: Any) -> None:
-        """Take a fingerprint, if this is a tensor that has values."""
-        if isinstance(tensor, Tensor) and (values := _values_of(tensor)) is not None:
-            self.taken[place] = fingerprint(values, ROWS)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
-    def compare(self, place: Any, tensor: Any) -> None:
-        """Compare what the recompute has at this place, if the forward pass looked at it."""
-        before = self.taken.get(place)
-        if before is None or not is_backward():
-            return
-        now = before.new_empty(0)
-        eps = 0.0  # for indices and flags
-        if isinstance(tensor, Tensor):
-            values = _values_of(tensor)
-            if values is None:
-                return
-            now = fingerprint(values, ROWS)
-            if tensor.is_floating_point() or tensor.is_complex():
-                eps = self.eps
-        VERDICT.add(Sample(self.name, "name other blocks in ActivationCheckpointing", eps, before, now, self.raises))
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled step autograd calls it
+def compare_at(prints: Fingerprints, place: Any, tensor: Any) -> None:
+    """Compare a tensor of the recompute, if the forward pass took the fingerprint of that at this place."""
+    if place in prints.taken and is_backward():
+        now = Fingerprints(prints.name, prints.remedy)
+        now.take(place, tensor)
+        VERDICT.add(prints, now)
 
 
 class _SavedTensors:
     """The tensors that a forward pass has saved so far, and where its graph leads to them."""
 
-    def __init__(self, of: BlockFingerprints, inputs: Sequence[Tensor]) -> None:
-        self.of = of
+    def __init__(self, prints: Fingerprints) -> None:
+        self.prints = prints
+        self.first = torch._C._autograd._get_sequence_nr()
+        """The number of the first node that the block makes."""
         self.tensors: list[Tensor] = []
-        self._edges = {(tensor.grad_fn, tensor.output_nr): -1 for tensor in inputs}
-        """The places of saved tensors by the edges of the graph that lead to them; -1 for inputs."""
-        self._others = defaultdict[int, list[int]](list)
-        """The places of saved tensors without a graph, by the number of the node that saved them."""
+        self._places = defaultdict[Any, list[int]](list)
+        """By the edge of the graph that leads to a saved tensor; of those without a graph, by the number of the node
+        that saved them."""
 
     def add(self, tensor: Tensor) -> _Saved:
         """Hold a tensor, and return its metadata."""
         place = len(self.tensors)
         self.tensors.append(tensor)
-        if tensor.grad_fn is not None:
-            self._edges.setdefault((tensor.grad_fn, tensor.output_nr), place)
-        else:
-            self._others[torch._C._autograd._get_sequence_nr() - 1].append(place)
-        return _Saved(tensor.shape, tensor.dtype, place, self.of)
+        self.prints.eps = max(self.prints.eps, EPS.get(tensor.dtype, 0.0))
+        source: Any = (tensor.grad_fn, tensor.output_nr)
+        if tensor.grad_fn is None:
+            source = torch._C._autograd._get_sequence_nr() - 1
+        self._places[source].append(place)
+        return _Saved(tensor.shape, tensor.dtype, place, self.prints)
 
-    def find_ends(self, output: Any) -> list[int]:
+    def find_ends(self, output: Any) -> set[int]:
         """Return the places of the tensors that the outputs depend on through no other saved tensor, and another."""
         waiting: list[tuple[Any, int]] = []
         for leaf in tree_leaves(output):
@@ -114,25 +83,23 @@ class _SavedTensors:
                 waiting.append((leaf.grad_fn, leaf.output_nr))
         seen: set[tuple[Any, int]] = set()
         ends: set[int] = set()
-        while waiting and len(seen) < MOST_NODES:
+        while waiting:
             edge = waiting.pop()
-            if edge in seen or edge[0] is None:
+            node = edge[0]
+            if edge in seen or node is None or node._sequence_nr() < self.first:  # or made in front of the block
                 continue
             seen.add(edge)
             # 1. The value of a saved tensor depends on all that was computed before.
-            if edge in self._edges:
-                ends.add(self._edges[edge])
+            if edge in self._places:
+                ends.update(self._places[edge][:1])
                 continue
             # 2. What the node saved besides: weights, masks, indices, its own output.
-            node = edge[0]
-            ends.update(self._others.get(node._sequence_nr(), ()))
+            ends.update(self._places.get(node._sequence_nr(), ()))
             waiting.extend(node.next_functions)
-        places = sorted(ends - {-1})
-        chosen = _random.sample(places, min(len(places), MOST_ENDS))
+        chosen = set(_random.sample(sorted(ends), min(len(ends), MOST_ENDS)))
         # 3. One more, for branches that reach no output, such as that of a loss in an attribute.
-        computed = [place for place in self._edges.values() if place >= 0]
-        if computed:
-            chosen.append(_random.choice(computed))
+        if self.tensors:
+            chosen.add(_random.randrange(len(self.tensors)))
         return chosen
 
 
@@ -146,30 +113,17 @@ class _Saved(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     place: int
-    of: BlockFingerprints
+    prints: Fingerprints
 
     def __ne__(self, recomputed: object) -> bool:
         """Compare the values at the end of the backward pass: only another shape or dtype raises now."""
         assert isinstance(recomputed, Tensor)
         if recomputed.shape != self.shape or recomputed.dtype != self.dtype:
-            difference = f"{_describe(recomputed)}, not {_describe(self)}"
-            raise RuntimeError(f"{describe(self.of.name, difference)}.")
-        self.of.compare(self.place, recomputed)
+            now = f"{list(recomputed.shape)} {recomputed.dtype}"
+            difference = f"{now}, not {list(self.shape)} {self.dtype}"
+            raise RuntimeError(f"{describe(self.prints.name, difference)}.")
+        compare_at(self.prints, self.place, recomputed)
         return False
-
-
-def _describe(tensor: Tensor | _Saved) -> str:
-    return f"{list(tensor.shape)} {tensor.dtype}"
-
-
-def _values_of(tensor: Tensor) -> Tensor | None:
-    """Return the values of a tensor on this rank, or ``None`` if it is empty, sparse, simulated, or was released."""
-    plain: Any = tensor
-    while is_traceable_wrapper_subclass(plain):
-        names, _ = plain.__tensor_flatten__()
-        plain = getattr(plain, names[0])
-    has_values = is_real(plain) and plain.layout is torch.strided and plain.untyped_storage().nbytes() > 0
-    return plain if has_values else None
 
 
 def _metadata(tensor: Tensor) -> Any:

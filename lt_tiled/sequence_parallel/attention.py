@@ -1,6 +1,6 @@
 """Where attention is found: in the attention functions of transformers, and in torch's own.
 
-Outside of a shared pass it is computed as always, and a block with activation checkpointing may keep it.
+Outside of a shared pass it is computed as always.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.recompute.keep import attending
 from lt_tiled.sequence_parallel.exchange import over_heads
 from lt_tiled.sequence_parallel.ulysses import UlyssesState, shared_pass
 
@@ -37,8 +36,7 @@ class ReplacedFunction:
         state = shared_pass.get()
         if state is not None:
             return self.run(state, self.function, *args, **kwargs)
-        with attending():
-            return self.function(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
 
 def replace(table: Any, name: str, run: Callable[..., Any], undo: ExitStack) -> None:

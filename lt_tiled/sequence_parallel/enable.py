@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -48,17 +47,6 @@ def enable(door: Door, undo: ExitStack) -> None:
         if decoder is not None and decoder is not caller:
             patch_until(undo, decoder, DecoderPatch())
         patch_until(undo, caller, SharedModel(door, has_rotary(caller)))
-
-
-def reach_attention(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], undo: ExitStack) -> set[nn.Module]:
-    """Let blocks find attention that they keep, until ``undo`` is closed.
-
-    Return those that call torch's attention themselves, as hand-written ones do: they need a mode that finds it.
-    """
-    inside = _of_transformers(model)
-    if inside:
-        share_interface(undo)
-    return {block for _, block in blocks if block not in inside or calls_attention(block)}
 
 
 def _of_transformers(model: nn.Module) -> dict[nn.Module, Any]:

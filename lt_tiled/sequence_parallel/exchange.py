@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_tiled.recompute.keep import attending
 from lt_tiled.sequence_parallel.groups import all_to_all, check_same_block, name_of
 from lt_tiled.sequence_parallel.ulysses import UlyssesState, held, shared_pass
 
@@ -93,14 +92,13 @@ def over_heads(
             if places != list(range(tensor.shape[1])):
                 tensor = tensor.index_select(1, torch.tensor(places, device=tensor.device))
             sent[name] = tensor
-    with attending():
-        # 3. All tokens of the rank's heads.
-        own |= to_heads(state, sent)
-        # 4. Outside of the shared pass: attention may call another one that is exchanged, which has all tokens already.
-        with held(shared_pass, None):
-            out: Tensor = compute(mine, **own)
-        # 5. All heads of the rank's tokens.
-        return to_tokens(state, out)[:, :heads]
+    # 3. All tokens of the rank's heads.
+    own |= to_heads(state, sent)
+    # 4. Outside of the shared pass: attention may call another one that is exchanged, which has all tokens already.
+    with held(shared_pass, None):
+        out: Tensor = compute(mine, **own)
+    # 5. All heads of the rank's tokens.
+    return to_tokens(state, out)[:, :heads]
 
 
 def to_heads(state: UlyssesState, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lt_tiled.modules.patch import is_of
-from lt_tiled.recompute.compare import TileFingerprints
+from lt_tiled.recompute.compare import EPS, Fingerprints
 from lt_tiled.recompute.mode import PlainSavedTensors, RandomState, hidden_from_modes, random_state_kept
 from lt_tiled.tiling.call import Plan, TiledCall
 from lt_tiled.tiling.cut import Assembly
@@ -49,10 +49,11 @@ class TileWatch:
         self.call = call
         self.last: Any = last
         self.sums = sums
-        self.prints: TileFingerprints | None = None
+        self.prints: Fingerprints | None = None
         if compared:
             raises = call.function.tiling.compare == "raise"
-            self.prints = TileFingerprints(call.name, len(call.sizes), call.precision.dtype, raises)
+            remedy = "lt_tiled.untile() it"
+            self.prints = Fingerprints(call.name, remedy, raises, len(call.sizes), call.precision.dtype)
         self.as_planned = True
         """Whether the last projection made the output of each tile so far, as in the first call of this kind."""
         self.calls = 0
@@ -79,8 +80,9 @@ class TileWatch:
         self.calls = 0
         output = self.call.run(*tile)
         if self.last is None:
-            if self.prints is not None:
-                self.prints.take(pytree.tree_leaves(output))
+            for place, leaf in enumerate(pytree.tree_leaves(output)):
+                if self.prints is not None and isinstance(leaf, Tensor) and leaf.dtype in EPS:
+                    self.prints.take(place, leaf)
             return output
         own = self._output
         self._output = None
@@ -102,8 +104,10 @@ class TileWatch:
         self.input = input.detach()
         self._version = input._version
         if self.prints is not None:
-            self.prints.take([self.input])
-            self.prints.take_weight(self.last.weight)
+            self.prints.take(0, self.input)
+            # Its weight, once: what the recompute leaves out shows no change of that.
+            if -1 not in self.prints.taken:
+                self.prints.take(-1, self.last.weight)
         if self.sums is None:
             self._output = nn.Linear.forward(self.last, input)
         else:

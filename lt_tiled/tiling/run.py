@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.utils import _pytree as pytree
 
-from lt_tiled.recompute.compare import TileFingerprints
+from lt_tiled.recompute.compare import VERDICT, Fingerprints
 from lt_tiled.recompute.mode import (
     PlainSavedTensors,
     RandomState,
@@ -57,7 +57,7 @@ class Trace:
     """The generators' state before the forward pass."""
     last: nn.Linear | None
     """The last projection, if the recompute leaves it out."""
-    prints: TileFingerprints | None
+    prints: Fingerprints | None
     """What the tiles computed; ``None`` where tensors have no values."""
     tree: Any
     """How the outputs go together."""
@@ -172,9 +172,9 @@ class Recompute:
         # gradient: that is refused also with compare="warn".
         if self.trace.prints is not None and self.watch.prints is not None:
             if not self.watch.as_planned:
-                self.watch.prints.taken.clear()
+                self.watch.prints.taken[0] = [self.inputs[0].new_empty(0)]
                 self.trace.prints.raises = True
-            self.trace.prints.compare(self.watch.prints)
+            VERDICT.add(self.trace.prints, self.watch.prints)
         # 4. One gradient for each input and weight.
         found: list[Tensor | None] = []
         for result, whole in zip(self.results, self.wholes, strict=True):
@@ -193,7 +193,8 @@ class Recompute:
         for result in self.results:
             into.append([None] * len(call.sizes) if result is None else call.tokens.tiles(result, call.sizes))
         rows = zip(call.tiles(self.inputs), gradients_of_tiles, zip(*into, strict=True), strict=True)
-        uncast = call.precision.disabled()  # as the untiled backward pass
+        # As in the untiled backward pass.
+        uncast = nullcontext() if call.precision.dtype is None else torch.autocast(call.device.type, enabled=False)
         for index, (tile, gradients, results) in each_tile(enumerate(rows)):
             # 2. The tile's graph begins at leaves, whose gradients autograd adds to those of the whole.
             leaves: list[Tensor] = []

@@ -197,5 +197,5 @@ def force_tiles(patches: list[Patch]) -> None:
             patch.tiling = replace(patch.tiling, num_shards=_TILES, tile_tokens=None)
         elif isinstance(patch, HeadPatch) and patch.num_shards in ("auto", 1):
             patch.num_shards = _TILES
-        elif isinstance(patch, BlockPatch) and patch.offload is not None:
-            patch.offload.offloader.min_bytes = 0
+        elif isinstance(patch, BlockPatch) and patch.offloader is not None:
+            patch.offloader.min_bytes = 0

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import tile
-from lt_tiled.recompute.compare import EPS, FEW, ROWS, VERDICT, Sample, fingerprint, rows_that_differ
+from lt_tiled.recompute.compare import EPS, FEW, ROWS, VERDICT, Fingerprints, fingerprint, rows_that_differ
 from tests.meters import LiveBytes
 from tests.models import GatedMLP, H
 from tests.parity import EXACT, Reordered, gradients, randn, reference, worst
@@ -66,7 +66,7 @@ def test_what_is_a_change(dtype: torch.dtype) -> None:
     model, x = Attention().to(dtype), torch.randn(1, TOKENS, WIDTH, dtype=dtype)
 
     def differs(now: Tensor) -> bool:
-        return rows_that_differ(before, fingerprint(now), EPS[dtype]) > 0
+        return rows_that_differ(before, fingerprint(now), EPS[dtype]) > FEW
 
     with torch.no_grad():
         before = fingerprint(model(x))
@@ -89,11 +89,11 @@ def test_rows(value: float) -> None:
     for changed in (FEW, FEW + 1):
         now = before.clone()
         now[:changed] = value
-        assert (rows_that_differ(before, now, EPS[torch.bfloat16]) > 0) == (changed > FEW)
+        assert rows_that_differ(before, now, EPS[torch.bfloat16]) == changed
     x[:100] = value
     before = fingerprint(x)
-    assert rows_that_differ(before, before.clone(), EPS[torch.float32]) <= 0
-    assert rows_that_differ(before, fingerprint(x * 1.1), EPS[torch.float32]) > 0
+    assert rows_that_differ(before, before.clone(), EPS[torch.float32]) == 0
+    assert rows_that_differ(before, fingerprint(x * 1.1), EPS[torch.float32]) > FEW
 
 
 def test_rows_from_all_over() -> None:
@@ -122,7 +122,7 @@ def test_one_verdict() -> None:
         part.act = torch.sin
     with pytest.raises(RuntimeError, match=OTHER_VALUES):
         y.sum().backward()
-    assert not VERDICT.samples
+    assert not VERDICT.pairs
     model.zero_grad()
     plain = nn.Sequential(GatedMLP(), GatedMLP(act=torch.sin), GatedMLP(act=torch.sin))
     plain.load_state_dict(model.state_dict())
@@ -131,9 +131,13 @@ def test_one_verdict() -> None:
 
 def test_each_sample_has_its_own_unit() -> None:
     """What is rounding in a 16-bit block is a change in one of float32, in the same verdict."""
-    before = torch.ones(64)
-    samples = [Sample(str(dtype), "", EPS[dtype], before, before * 1.01) for dtype in (torch.bfloat16, torch.float32)]
-    for order in (samples, samples[::-1]):
+    pairs = []
+    for dtype in (torch.bfloat16, torch.float32):
+        pair = (Fingerprints(str(dtype), "", autocast=dtype), Fingerprints("", ""))
+        for prints, value in zip(pair, (1.0, 1.01), strict=True):
+            prints.take(0, torch.full((64,), value))
+        pairs.append(pair)
+    for order in (pairs, pairs[::-1]):
         with pytest.raises(RuntimeError, match=r"The recompute of torch.float32 computes"):
             VERDICT.read(list(order))
 
