@@ -19,7 +19,7 @@ from lt_tiled.modules.patch import get_patch
 from lt_tiled.recompute.mode import RandomState
 from lt_tiled.tiling.call import LargestCall
 from lt_tiled.tiling.patch import TiledPatch
-from lt_tiled.tiling.weights import swapped
+from lt_tiled.tiling.weights import GradientSum, swapped
 from tests.models import Coded, GatedMLP, H, PlainMLP, RoutedMLP
 from tests.parity import EXACT, gradients, less_accurate, randn, reference, spread, worst
 
@@ -267,6 +267,16 @@ def test_products_go_into_float32_sums(where: str, monkeypatch: pytest.MonkeyPat
     found = gradients(tile(mlp, num_shards=16), x, device=where)
     assert len(products) == 16
     assert less_accurate(found, untiled, true, torch.bfloat16) == {}
+
+
+@pytest.mark.low_precision
+@pytest.mark.parametrize("rows", [3, 40], ids=["the right factor in parts", "the left factor in parts"])
+def test_products_are_not_rounded(rows: int) -> None:
+    """On other devices a product of 16-bit tensors is computed in the precision of its float32 sum."""
+    left, right = randn(rows, 256, dtype=torch.bfloat16).detach(), randn(256, 20, dtype=torch.bfloat16).detach()
+    total = GradientSum(torch.zeros(rows, 20, dtype=torch.bfloat16), "float32")
+    total.add_product(left, right)
+    torch.testing.assert_close(total.sum, left.float() @ right.float())
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
