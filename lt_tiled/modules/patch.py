@@ -107,27 +107,14 @@ def set_patch(module: nn.Module, patch: Patch, method: str = "forward") -> None:
         module.__dict__[place] = replaced
         module.__dict__[method] = MethodType(_dispatcher(method, changed), module)
     # Of two patches with the same place the later one is outside.
-    above = None
-    below = module.__dict__[place]
-    while isinstance(below, Patch) and below.order < patch.order:
-        above = below
-        below = below.below
-    patch.below = below
-    if above is None:
-        module.__dict__[place] = patch
-    else:
-        above.below = patch
+    _link(module, place, [patch, *_chain(module.__dict__[place])])
 
 
 def remove_patch(module: nn.Module, patch: Patch) -> None:
     """Remove a patch. With the last one of a method the method is restored, unless other code was put above."""
     method = patch.method
     place = _PLACE + method
-    if module.__dict__[place] is patch:
-        module.__dict__[place] = patch.below
-    for other in _chain(module.__dict__[place]):
-        if other.below is patch:
-            other.below = patch.below
+    _link(module, place, [other for other in _chain(module.__dict__[place]) if other is not patch])
     own = module.__dict__[place]
     if isinstance(own, Patch):
         return
@@ -188,6 +175,17 @@ def turned_off(model: nn.Module, kind: type[Patch] = Patch) -> Iterator[None]:
 def roots(module: nn.Module, parts: Sequence[str] | None) -> tuple[nn.Module, ...]:
     """Return the parts of a module with these paths, or the module itself if there are none to choose."""
     return (module,) if parts is None else tuple(module.get_submodule(path) for path in parts)
+
+
+def _link(module: nn.Module, place: str, patches: list[Patch]) -> None:
+    """Let patches run in their order, and then what runs below them now; of equal ones the first is outside."""
+    below = module.__dict__[place]
+    for patch in _chain(below):
+        below = patch.below
+    for patch in sorted(patches, key=lambda patch: patch.order)[::-1]:
+        patch.below = below
+        below = patch
+    module.__dict__[place] = below
 
 
 def _chain(value: Any) -> Iterator[Patch]:
