@@ -6,13 +6,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 import lt_tiled
 from lt_tiled import ActivationCheckpointing, SequenceParallel
 from lt_tiled.sequence_parallel.groups import Groups
 from tests.meters import peak_bytes
-from tests.sequence_parallel.cases import CASES, no_labels
+from tests.sequence_parallel.cases import CASES, labeled, no_labels
 from tests.sequence_parallel.hybrids import causal
 from tests.sequence_parallel.models import ids
 from tests.sequence_parallel.runs import Counts
@@ -53,6 +53,24 @@ def test_collectives(name: str, keep: str | None, world: World) -> None:
         assert found["reduce_scatter"] == convolutions + gathered
         assert found["group_mean"] == 1 - gathered
         assert found["attention"] == (passes - 1) * attention
+
+
+def tables() -> int:
+    """The number of rotary tables that the layers of a shared pass are given."""
+    model: Any = causal("llama")()
+    found: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: found.append(kwargs["position_embeddings"][0]), with_kwargs=True
+        )
+    with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(2, self_check=False)):
+        model(**labeled(ids(2, 24)))
+    return len({id(table) for table in found})
+
+
+def test_one_table(world: World) -> None:
+    """All layers are given the same rotary tables, of which activation checkpointing then saves one."""
+    assert world(tables) == [1, 1]
 
 
 def peaks(tokens: int, policies: dict[str, Any]) -> tuple[int, int]:
