@@ -41,7 +41,7 @@ class AppliesPolicies:
     """The base of strategies and callbacks: their policies, and the models that these were applied to."""
 
     strict = False  # whether a policy that finds nothing raises, and does not only warn
-    sequence_group: dist.ProcessGroup | None = None  # the ranks that share each sequence with this one
+    sequence_group: dist.ProcessGroup | None = None  # the ranks that share each sequence, or consecutive ones
     ranks_per_node: int | None = None  # the processes that share the budgets of a node, if it is known
     build_offloader = staticmethod(build_offloader)
 
@@ -92,7 +92,8 @@ class Prepared(AbstractContextManager["Prepared"]):
         losses = policies.modules_of(policies.loss, lambda _: find_losses(model))
         blocks = policies.modules_of(policies.activation_checkpointing, partial(find_checkpointable, model))
         doors = policies.modules_of(
-            policies.sequence_parallel, partial(find_doors, model, group=policies.sequence_group)
+            policies.sequence_parallel,
+            lambda sharing: find_doors(model, sharing, group_of(sharing.size, policies.sequence_group)),
         )
         # 2. Without what another call prepared, or a user tiled.
         new_tiled = [found for found in tiled if get_patch(found.module, TiledPatch, found.method) is None]
@@ -184,6 +185,5 @@ def prepare(
     policies = AppliesPolicies()
     policies.strict = True
     policies.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
-    if policies.sequence_parallel is not None:
-        policies.sequence_group = group_of(policies.sequence_parallel.size, group)
+    policies.sequence_group = group
     return Prepared(model, policies)

@@ -62,8 +62,6 @@ class TiledCallback(AppliesPolicies, TrainerCallback):
             if self.activation_checkpointing is not None and getattr(args, name, False):
                 setattr(args, name, False)
                 inform(f"{name}=True is turned off: lt_tiled applies activation checkpointing to the blocks")
-        if self.sequence_parallel is not None:
-            self.sequence_group = Groups.of_size(self.sequence_parallel.size).group
         self.release()
         self._model = model
         self.prepare_once(model)

@@ -59,7 +59,7 @@ def _of_transformers(model: nn.Module) -> dict[nn.Module, Any]:
     return found
 
 
-def find_doors(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup | None) -> list[Door]:
+def find_doors(model: nn.Module, policy: SequenceParallel, group: dist.ProcessGroup) -> list[Door]:
     """Return the parts that share sequences: the policy's modules, or models of transformers, or blocks of others."""
     everything = dict(walk(model))
     configs = _of_transformers(model)

@@ -44,29 +44,18 @@ class TiledStrategy(AppliesPolicies):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.set_policies(tiling, activation_checkpointing, loss, sequence_parallel)
-        self._groups: Groups | None = None
 
     @property
     def on_cpu(self) -> bool:
         return bool(self.root_device.type == "cpu")  # type: ignore[attr-defined]
 
-    def setup_environment(self) -> None:
-        super().setup_environment()  # type: ignore[misc]
-        self.make_groups()
-
-    def make_groups(self) -> None:
-        """Make the groups of ranks that share sequences, once."""
-        policy = self.sequence_parallel
-        if policy is not None and self._groups is None:
-            self._groups = Groups.of_size(policy.size)
-            self.sequence_group = self._groups.group
-
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The arguments of ``DistributedSampler``: ranks that share sequences, or a model, read the same data."""
-        if self._groups is None:
+        if self.sequence_parallel is None:
             return super().distributed_sampler_kwargs  # type: ignore[misc,no-any-return]
-        return {"num_replicas": self._groups.count, "rank": self._groups.index}
+        groups = Groups.of_size(self.sequence_parallel.size)
+        return {"num_replicas": groups.count, "rank": groups.index}
 
     def prepare_once(self, model: nn.Module) -> None:
         """Apply the policies before the engine wraps the model. A model that is prepared already keeps its policies."""

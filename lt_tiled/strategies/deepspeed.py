@@ -24,7 +24,7 @@ class DeepSpeed(TiledStrategy):
     def setup_environment(self) -> None:
         """Let DeepSpeed also run on the CPU, which it supports and Lightning does not allow."""
         if not self.on_cpu:
-            super().setup_environment()
+            super().setup_environment()  # type: ignore[misc]
             return
         import deepspeed
         from deepspeed.accelerator import set_accelerator
@@ -42,8 +42,7 @@ class DeepSpeed(TiledStrategy):
         self.parallel_devices = [torch.device("cpu", index) for index in range(len(self.parallel_devices))]
         # 4. The environment is that of DDP: the parent's own method does the same and accepts only CUDA devices.
         parent: Any = next(kind for kind in type(self).__mro__ if kind.__name__ == "DeepSpeedStrategy")
-        super(parent, self).setup_environment()
-        self.make_groups()
+        super(parent, self).setup_environment()  # type: ignore[misc]
 
     @contextmanager
     def sharded_context(self, inherited: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:

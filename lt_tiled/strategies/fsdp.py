@@ -43,7 +43,7 @@ class FSDP(ShardedStrategy):
         (https://github.com/Lightning-AI/pytorch-lightning/pull/21804). Weights in a flat parameter share their number
         of steps, which other engines would count for each of them, and Lightning cannot number them.
         """
-        super().setup_environment()
+        super().setup_environment()  # type: ignore[misc]
         if self._state_dict_type == "full" and (self.on_cpu or not self.options["use_orig_params"]):
             self._state_dict_type = "sharded"
             warn("FSDP saves sharded checkpoints, not full ones, on the CPU and with use_orig_params=False.")

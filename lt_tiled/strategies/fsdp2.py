@@ -48,7 +48,7 @@ class _FSDP2(ShardedStrategy):
                 f"sequence_parallel={self.sequence_parallel.size} cannot be combined with"
                 f" tensor_parallel_size={self._tensor_parallel_size}: set tensor_parallel_size=1."
             )
-        super().setup_environment()
+        super().setup_environment()  # type: ignore[misc]
 
     def shard(self, model: nn.Module) -> None:
         """Apply ``fully_shard`` to each block and to the model itself, the FSDP root, unless the user did.

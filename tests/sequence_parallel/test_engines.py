@@ -219,7 +219,7 @@ def test_evaluation(world: World, tmp_path: Path) -> None:
 
 
 def refused() -> tuple[str, str]:
-    return error_of(lambda: launch("ddp", sequence_parallel=3))
+    return error_of(lambda: launch("ddp", sequence_parallel=3).setup_module(torch.nn.Linear(2, 2)))
 
 
 def test_size_that_does_not_divide(world: World) -> None:
