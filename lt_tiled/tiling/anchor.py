@@ -47,7 +47,7 @@ class Anchor(torch.autograd.Function):
 def anchored(call: TiledCall, inputs: Sequence[Tensor]) -> tuple[Tensor, Edges]:
     """Return a link to the anchor, and its other outputs: the inputs and weights."""
     link = torch.empty(0, device=call.device, requires_grad=True)
-    views = [weight.view_as(weight) for weight in call.weights]  # whose gradients arrive one by one
+    views = [weight.expand_as(weight) for weight in call.weights]  # whose gradients arrive one by one, also sparse ones
     link, *edges = Anchor.apply([*inputs, *call.weights], link, *inputs, *views)
     return link, edges
 
@@ -67,6 +67,6 @@ def run_untiled(parts: Sequence[nn.Module], run: Callable[[], Any]) -> Any:
     if not weights or hasattr(next(iter(weights)), "ds_id"):
         return run()
     link = next(iter(weights)).new_empty(0, requires_grad=True)
-    _, *edges = Anchor.apply((), link, *[weight.view_as(weight) for weight in weights])
+    _, *edges = Anchor.apply((), link, *[weight.expand_as(weight) for weight in weights])
     with swapped(in_places(weights.values(), edges)):
         return run()

@@ -2,14 +2,13 @@
 
 NOTE [What the recompute leaves out]
 The backward pass of a matrix product reads its inputs and not its output. So where a tile returns the output of an
-``nn.Linear`` as it is, its recompute does not compute it: :class:`_LeftOut` returns zeros without memory, and adds the
-product for the weight to its gradient sum. The first call finds the module, and each pass sees that its output is that
-of the tile, unchanged and without a hook.
+``nn.Linear`` as it is, its recompute does not compute it: :class:`_LeftOut` returns zeros without memory. The first
+call finds the module, and each pass sees that its output is that of the tile, unchanged and without a hook.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from lt_tiled.recompute.compare import EPS, Fingerprints
 from lt_tiled.recompute.mode import PlainSavedTensors, RandomState, hidden_from_modes, random_state_kept
 from lt_tiled.tiling.call import Plan, TiledCall
 from lt_tiled.tiling.cut import Assembly
-from lt_tiled.tiling.weights import Entry, GradientSum
+from lt_tiled.tiling.weights import Entry
 
 FORWARD = "_lt_tiled_last"
 """The attribute of a patched projection that holds what runs in place of its own forward."""
@@ -36,19 +35,13 @@ class TileWatch:
         call: The call.
         last: Its last projection, if a recompute leaves it out.
         compared: Whether to take fingerprints: of the tiles' outputs, or of the inputs of the last projection.
-        sums: In a recompute: the gradient sum of each leaf.
+        leaves_out: Whether it is a recompute.
     """
 
-    def __init__(
-        self,
-        call: TiledCall,
-        last: nn.Linear | None,
-        compared: bool,
-        sums: Mapping[Tensor, GradientSum] | None = None,
-    ) -> None:
+    def __init__(self, call: TiledCall, last: nn.Linear | None, compared: bool, leaves_out: bool = False) -> None:
         self.call = call
         self.last: Any = last
-        self.sums = sums
+        self.leaves_out = leaves_out
         self.prints: Fingerprints | None = None
         if compared:
             raises = call.function.tiling.compare == "raise"
@@ -92,7 +85,7 @@ class TileWatch:
             as_planned = own._version == 0 and self.input._version == self._version
             as_planned = as_planned and not (own._backward_hooks and has_users_hooks(own))
         self.as_planned = self.as_planned and as_planned
-        if self.sums is None:
+        if not self.leaves_out:
             self.input = None
         return output
 
@@ -108,10 +101,10 @@ class TileWatch:
             # Its weight, once: what the recompute leaves out shows no change of that.
             if -1 not in self.prints.taken:
                 self.prints.take(-1, self.last.weight)
-        if self.sums is None:
-            self._output = nn.Linear.forward(self.last, input)
-        else:
+        if self.leaves_out:
             self._output = _LeftOut.apply(self, input, self.last.weight, self.last.bias)
+        else:
+            self._output = nn.Linear.forward(self.last, input)
         return self._output
 
 
@@ -122,7 +115,6 @@ class _LeftOut(torch.autograd.Function):
     def forward(ctx: Any, watch: TileWatch, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.watch = watch
         ctx.weight = weight  # later another one may be in its place
-        ctx.bias = bias
         kind = input.device.type
         dtype = input.dtype
         # Autocast leaves float64 as it is.
@@ -133,31 +125,22 @@ class _LeftOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
         watch = ctx.watch
-        sums = watch.sums
-        weight = ctx.weight
-        bias = ctx.bias
         input = watch.input
         watch.input = None
         before = gradient.flatten(0, -2)  # [t, out]
-        dtype = before.dtype  # autocast's, if it was enabled there
-        # 1. The gradients of weight and bias go to their sums. Those that hooks or the code compute have none.
         of_input: Tensor | None = None
         of_weight: Tensor | None = None
         of_bias: Tensor | None = None
-        if weight in sums:
-            sums[weight].add_product(before.t(), input.flatten(0, -2).to(dtype))
-        elif ctx.needs_input_grad[2]:
-            of_weight = before.t().mm(input.flatten(0, -2).to(dtype)).to(weight.dtype)
-        if bias in sums:
-            sums[bias].add(before.sum(0))
-        elif ctx.needs_input_grad[3]:
-            of_bias = before.sum(0).to(bias.dtype)
-        # 2. That of the input goes on.
+        # The dtype of the gradient is that of the product: autocast's, if it was enabled there.
+        if ctx.needs_input_grad[2]:
+            of_weight = before.t().mm(input.flatten(0, -2).to(before.dtype))
+        if ctx.needs_input_grad[3]:
+            of_bias = before.sum(0)
         if ctx.needs_input_grad[1]:
-            if watch.cast_of is not weight or watch.cast.dtype != dtype:
-                watch.cast_of = weight
-                watch.cast = weight.detach().to(dtype)
-            of_input = before.mm(watch.cast).view_as(input).to(input.dtype)
+            if watch.cast_of is not ctx.weight:
+                watch.cast_of = ctx.weight
+                watch.cast = ctx.weight.detach().to(before.dtype)
+            of_input = before.mm(watch.cast).view_as(input)
         return None, of_input, of_weight, of_bias
 
 

@@ -153,8 +153,7 @@ class Recompute:
             self.wholes.append(GradientSum(tensor, accumulate) if wants and not per_token else None)
             self.results.append(tensor.new_zeros(tensor.shape) if wants and per_token else None)
         # 2. What leaves out the last projection, and takes fingerprints as the forward pass did.
-        sums = dict(zip(self.leaves, self.sums, strict=True))
-        self.watch = TileWatch(call, trace.last, trace.prints is not None, sums)
+        self.watch = TileWatch(call, trace.last, trace.prints is not None, leaves_out=True)
 
     def run(self) -> list[Tensor | None]:
         """Run all tiles, and return a gradient for each input and each weight."""
