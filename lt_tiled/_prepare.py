@@ -12,7 +12,7 @@ from torch import nn
 
 from lt_tiled._log import inform, warn
 from lt_tiled.engines.found import Engine
-from lt_tiled.engines.zero import patch_leaves, restore_leaves
+from lt_tiled.engines.zero import patch_leaves
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.loss.transformers import find_losses, patch_losses
 from lt_tiled.modules.cache import leave_out_caches
@@ -114,14 +114,13 @@ class Prepared(AbstractContextManager["Prepared"]):
         """Run modules and losses in tiles, until ``undo`` is closed."""
         owner = object()
         engine = Engine(self.model)
-        undo.callback(restore_leaves, self.model)  # the last one: leaf modules are those with tiles
         undo.callback(remove_patches, self.model, owner)
         if policies.tiling is not None:
             for tileable in tiled:
                 patch_tiled(tileable, policies.tiling, engine, owner)
         if policies.loss is not None:
             patch_losses(losses, policies.loss, owner)
-        patch_leaves(self.model)
+        patch_leaves(self.model, undo)
 
     def _checkpoint(self, blocks: list[tuple[str, nn.Module]], policies: AppliesPolicies, undo: ExitStack) -> None:
         """Run blocks with activation checkpointing, until ``undo`` is closed."""

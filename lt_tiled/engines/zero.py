@@ -17,6 +17,7 @@ gradients of a weight over all calls before it sets them. So that hook runs on a
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,12 @@ class LeafPatch(Patch):
         # The last one, so inside of what frees the weights.
         return module.register_forward_pre_hook(self._join, with_kwargs=True)
 
+    def restore(self, leaf: nn.Module) -> None:
+        """Remove the patch, and the mark unless ZeRO-3 wraps the model, which reads it."""
+        remove_patch(leaf, self)
+        if self.marked and leaf not in _leaves_of(leaf):
+            del vars(leaf)["_z3_leaf"]
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _join(self, leaf: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Let a call's hidden states, its first floating-point tensor, go through a node that the token waits for."""
@@ -106,8 +113,8 @@ class _Join(torch.autograd.Function):
         return gradient, gradient.new_zeros(())
 
 
-def patch_leaves(model: nn.Module) -> None:
-    """Make blocks leaf modules of ZeRO-3, apart from those of whose tiled modules a user made leaf modules."""
+def patch_leaves(model: nn.Module, undo: ExitStack) -> None:
+    """Make blocks leaf modules of ZeRO-3 until ``undo`` is closed, apart from those whose tiles are in a user's."""
     whole = whole_modules(model)
     whole += [(path, module) for path, module in walk(model) if _is_adapted_head(module)]
     leaves = [(path, module) for path, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
@@ -117,28 +124,13 @@ def patch_leaves(model: nn.Module) -> None:
         if not inside.issuperset(tiled or [module]):
             leaves.append((path, module))
     for path, leaf in outermost(leaves):
-        if _has_tiles(leaf) and get_patch(leaf, LeafPatch, _SETS_HOOK) is None:
-            LeafPatch(path, leaf)
-
-
-def _has_tiles(leaf: nn.Module) -> bool:
-    return any(tiled_patches(leaf)) or _is_adapted_head(leaf)
+        if any(tiled_patches(leaf)) or _is_adapted_head(leaf):
+            undo.callback(LeafPatch(path, leaf).restore, leaf)
 
 
 def _is_adapted_head(module: nn.Module) -> bool:
     """Whether a loss in tiles uses weights of the head's children, as of adapters, which have hooks of their own."""
     return get_patch(module, HeadPatch) is not None and any(module.children())
-
-
-def restore_leaves(model: nn.Module) -> None:
-    """Undo :func:`patch_leaves` where no tiles are left. Marks stay if ZeRO-3 wraps the model, which reads them."""
-    for leaf in model.modules():
-        patch = get_patch(leaf, LeafPatch, _SETS_HOOK)
-        if patch is None or _has_tiles(leaf):
-            continue
-        remove_patch(leaf, patch)
-        if patch.marked and leaf not in _leaves_of(leaf):
-            del vars(leaf)["_z3_leaf"]
 
 
 def adapt_to_zero3(model: nn.Module) -> bool:
