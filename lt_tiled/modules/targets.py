@@ -33,10 +33,9 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
     wanted = [targets] if isinstance(targets, str) or callable(targets) else targets
     # 1. What is named comes first: it is tiled by itself, also where it stands next to an MLP.
     modules = [target for target in wanted if target not in ("auto", "mlp")]
-    found = [Tileable(path, module, named=True) for path, module in find_named(model, modules, "Tiling")]
-    # 2. The blocks' MLPs, and the norms outside of all this.
+    found = {module: Tileable(path, module, named=True) for path, module in find_named(model, modules, "Tiling")}
+    # 2. The blocks' MLPs, each once.
     if "auto" in wanted or "mlp" in wanted:
-        named = {tileable.module for tileable in found}
         mlps: list[Tileable] = []
         for path, block in find_blocks(model) or [("", model)]:
             mlps += find_feed_forwards(block, path)
@@ -46,16 +45,15 @@ def find_tileable(model: nn.Module, tiling: Tiling) -> list[Tileable]:
                 " to intermediate_size and back): name it, as in Tiling(targets=['MyMLP']) or"
                 " Tiling(targets='layers.*.mlp'), or pass tiling=False."
             )
-        found += [mlp for mlp in mlps if mlp.module not in named]
-        outer = {module for _, module in outermost((tileable.path, tileable.module) for tileable in found)}
-        found = [tileable for tileable in found if tileable.module in outer]
+        for mlp in mlps:
+            found.setdefault(mlp.module, mlp)
+        outer = outermost((tileable.path, module) for module, tileable in found.items())
+        found = {module: found[module] for _, module in outer}
+    # 3. The norms outside of all this.
+    tileables = list(found.values())
     if "auto" in wanted:
-        found += find_norms(model, found)
-    # 3. What several blocks share is tiled once.
-    once: dict[tuple[nn.Module, str], Tileable] = {}
-    for tileable in found:
-        once.setdefault((tileable.module, tileable.method), tileable)
-    return list(once.values())
+        tileables += find_norms(model, tileables)
+    return tileables
 
 
 def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
@@ -74,15 +72,15 @@ def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
         stream, _ = norms_of(block)
         blocks.update((norm, block) for norm in stream[:1])
     hidden = 1
-    norms: list[tuple[str, nn.Module]] = []
+    norms: dict[nn.Module, str] = {}
     for path, norm in walk(model):
         if is_norm(norm) and not any(norm.children()):
             for weight in norm.parameters():
                 hidden = max(hidden, prod(full_shape(weight)))
             if norm not in taken and not is_one_kernel(norm):
-                norms.append((path, norm))
+                norms.setdefault(norm, path)
     tileables: list[Tileable] = []
-    for path, norm in norms:
+    for norm, path in norms.items():
         parent = blocks.get(norm)
         behind = [] if parent is None else _projections_of_attention(parent)
         tileables.append(Tileable(path, norm, parent=parent, after=behind, norm_of=hidden))
