@@ -39,9 +39,5 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 elif isinstance(container, nn.ModuleList) and len(children) == 1:
                     alone.append((f"{path}.{name}".lstrip("."), module))
     # What contains layers is a stage.
-    found = outermost(inside, lambda module: module in candidates and layers.isdisjoint(_below(module)))
+    found = outermost(inside, lambda module: module in candidates and layers.isdisjoint(list(module.modules())[1:]))
     return found or outermost(alone)
-
-
-def _below(module: nn.Module) -> set[nn.Module]:
-    return set(module.modules()) - {module}

@@ -17,6 +17,8 @@ _METHODS = ("_ff_block", "feed_forward_chunk", "ff_chunk")
 """Methods that are a block's MLP: those of torch's layers, of BERT-like layers, and of ALBERT and Longformer."""
 _SIZES = {"in_features": "out_features", "nx": "nf", "input_size": "output_size"}
 """Where a projection has its sizes: ``nn.Linear``, ``Conv1D`` of transformers, JetMoE's experts."""
+ONE_KERNEL = nn.LayerNorm | nn.RMSNorm
+"""Norms that hold no more than their output."""
 _AFTER = re.compile(r"post.*(feed|ffw?|mlp|self_attn)", re.IGNORECASE)
 """The names of norms that take an output of the block's parts, and not the residual stream."""
 
@@ -111,11 +113,6 @@ def has_capacity(part: nn.Module) -> bool:
 def is_norm(module: nn.Module) -> bool:
     """Whether the module is a norm over the last dimension; not a batch or instance norm."""
     return "norm" in type(module).__name__.lower() and not isinstance(module, _NormBase | nn.GroupNorm)
-
-
-def is_one_kernel(norm: nn.Module) -> bool:
-    """Whether a norm holds no more than its output."""
-    return isinstance(norm, nn.LayerNorm | nn.RMSNorm)
 
 
 def norms_of(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:

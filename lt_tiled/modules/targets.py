@@ -10,10 +10,10 @@ from torch import nn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.modules.feed_forward import (
+    ONE_KERNEL,
     Tileable,
     find_feed_forwards,
     is_norm,
-    is_one_kernel,
     mixes_tokens,
     norms_of,
     projections,
@@ -77,7 +77,7 @@ def find_norms(model: nn.Module, found: Sequence[Tileable]) -> list[Tileable]:
         if is_norm(norm) and not any(norm.children()):
             for weight in norm.parameters():
                 hidden = max(hidden, prod(full_shape(weight)))
-            if norm not in taken and not is_one_kernel(norm):
+            if norm not in taken and not isinstance(norm, ONE_KERNEL):
                 norms.setdefault(norm, path)
     tileables: list[Tileable] = []
     for norm, path in norms.items():

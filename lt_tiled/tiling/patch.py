@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lt_tiled._log import warn
 from lt_tiled.errors import REMEDY, NotPositionWiseError
-from lt_tiled.modules.feed_forward import MLPSizes, Tileable, find_sizes, has_capacity, is_one_kernel, parts_below
+from lt_tiled.modules.feed_forward import ONE_KERNEL, MLPSizes, Tileable, find_sizes, has_capacity, parts_below
 from lt_tiled.modules.find import ENGINES, outermost, walk
 from lt_tiled.modules.patch import Order, Patch, get_patch, get_patches, has_hooks, roots, set_patch
 from lt_tiled.policies import Tiling
@@ -89,7 +89,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
         for neighbor in neighbors:
             if get_patch(neighbor, TiledPatch) is None:  # what several modules share is the first one's neighbor
                 # A projection behind a norm, and a norm of one kernel, gain nothing by tiles of their own.
-                alone = not (patch.is_lone_norm or is_one_kernel(neighbor))
+                alone = not (patch.is_lone_norm or isinstance(neighbor, ONE_KERNEL))
                 set_patch(neighbor, replace(patch, parts=None, pends=before, alone=alone, leader=patch))
     if tileable.parent is not None and get_patch(tileable.parent, Boundary) is None:
         set_patch(tileable.parent, Boundary(owner))
