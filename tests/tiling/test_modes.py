@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 
 from lt_tiled import ActivationCheckpointing, Tiling, prepare, tile, untile
 from tests.models import GatedMLP, H, PlainMLP, tiny_llama
@@ -79,15 +79,9 @@ def _dual(m: nn.Module, x: Tensor) -> Any:
         return forward_ad.unpack_dual(m(forward_ad.make_dual(x, x)))
 
 
-def _cached(m: nn.Module, x: Tensor) -> Any:
-    with parametrize.cached():
-        return torch.autograd.grad(m(x).sum(), [*m.parameters()])
-
-
 TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "torch.func": lambda m, x: torch.func.jvp(torch.func.grad(lambda t: m(t).sum()), (x,), (x,)),
     "forward mode": _dual,
-    "parametrize.cached": _cached,
 }
 
 
