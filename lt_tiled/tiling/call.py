@@ -71,7 +71,7 @@ class TileFunction:
     parts: Sequence[nn.Module]
     """The modules that hold its weights, with their submodules, in the order in which they run."""
     inside: Sequence[nn.Module]
-    """Those of them whose hooks see tiles: the hooks of a module that runs by its forward run around its tiles."""
+    """Those whose hooks see tiles, without those of a norm: hooks of a module that runs by its forward see all."""
     key: Hashable
     """Tells the functions of one tiled module apart."""
     name: str
@@ -85,8 +85,7 @@ class TileFunction:
     def after(self, first: TiledCall) -> TileFunction:
         """Return the function that runs behind a norm."""
         parts = [*first.function.parts, *self.parts]
-        inside = [*first.function.inside, *self.inside]
-        return replace(self, parts=parts, inside=inside, key=(first.kind, self.key), first=first)
+        return replace(self, parts=parts, key=(first.kind, self.key), first=first)
 
 
 TENSOR = object()
