@@ -131,9 +131,8 @@ class TiledCall:
         self.dtypes = tuple([t.dtype for t in inputs])
         self.kind = self._kind()
         """Tells whether another call runs the same code."""
-        plain = len(inputs) == len(arguments) and not names and function.first is None
-        self.run: Callable[..., Any] = function.run if plain else self._run
-        """Runs the function on the tensors of one tile."""
+        self.own = function.run
+        """The function without the norm. A recompute may put another one here for a while."""
 
     def _kind(self) -> tuple[Hashable, ...]:
         # Auxiliary losses are computed in training only, a batch of one row does not show what mixes rows, and frozen
@@ -144,14 +143,15 @@ class TiledCall:
         others = tuple([value if isinstance(value, _BY_VALUE) else type(value) for value in self.arguments])
         return self.function.key, training, several, wants, others, self.names, self.precision, self.dtypes
 
-    def _run(self, *tile: Tensor) -> Any:
+    def run(self, *tile: Tensor) -> Any:
+        """Run the function on the tensors of one tile."""
         tensors = iter(tile)
         values = [next(tensors) if value is TENSOR else value for value in self.arguments]
         if (first := self.function.first) is not None:
             count = len(first.per_token)
             values = [first.run(*values[:count]), *values[count:]]
         count = len(values) - len(self.names)
-        return self.function.run(*values[:count], **dict(zip(self.names, values[count:], strict=True)))
+        return self.own(*values[:count], **dict(zip(self.names, values[count:], strict=True)))
 
     @property
     def plan(self) -> Plan:

@@ -24,9 +24,6 @@ from lt_tiled.tiling.call import Plan, TiledCall
 from lt_tiled.tiling.cut import Assembly
 from lt_tiled.tiling.weights import Entry
 
-FORWARD = "_lt_tiled_last"
-"""The attribute of a patched projection that holds what runs in place of its own forward."""
-
 
 class TileWatch:
     """What one pass over the tiles of a call computes: takes fingerprints, and sees the last projection.
@@ -64,9 +61,13 @@ class TileWatch:
         """Return the entry with which it stands in place of the projection."""
         if self.last is None:
             return []
-        # A patched one is asked for below its patches.
-        name = FORWARD if "forward" in self.last.__dict__ else "forward"
-        return [(self.last.__dict__, name, self._forward)]
+        call = self.call
+        if "forward" not in self.last.__dict__:
+            return [(self.last.__dict__, "forward", self._forward)]
+        # A projection with tiles of its own runs below its patches.
+        if self.last is call.function.root and getattr(call.own, "__func__", None) is nn.Linear.forward:
+            return [(vars(call), "own", self._forward)]
+        return []
 
     def run(self, tile: Sequence[Tensor]) -> Any:
         """Run a tile, and return its output."""

@@ -41,7 +41,7 @@ from lt_tiled.tiling.anchor import run_untiled
 from lt_tiled.tiling.call import TENSOR, EngineNeeds, LargestCall, Plan, TiledCall, TileFunction
 from lt_tiled.tiling.check import check_position_wise
 from lt_tiled.tiling.cut import Tokens, tile_sizes
-from lt_tiled.tiling.last import FORWARD, find_plan
+from lt_tiled.tiling.last import find_plan
 from lt_tiled.tiling.pending import Boundary, Pending, values
 from lt_tiled.tiling.recorded import CAPTURING, active_collector, record, run_recorded
 from lt_tiled.tiling.run import run_tiled
@@ -221,8 +221,6 @@ class TiledPatch(Patch):
             # Inductor's own random numbers would differ between the forward pass and the recompute.
             self.compiled_tile = torch._inductor.config.patch(fallback_random=True)(run)
         below = self.compiled_tile or below
-        if type(module) is nn.Linear and self.below is None:
-            below = partial(_run_linear, module, below)
         parts = [part for root in roots(module, self.parts) for part in root.modules()]
         # The hooks of a module that runs by its forward run around its tiles.
         inside = parts[1:] if self.parts is None else parts
@@ -309,12 +307,6 @@ class TiledPatch(Patch):
             if has_hooks(part, _OF_ENGINES):
                 return False
         return not any(map(Tensor.is_inference, inputs))
-
-
-def _run_linear(module: nn.Module, below: Callable[..., Any], input: Tensor) -> Tensor:
-    """Run a projection, or what leaves it out: see NOTE [What the recompute leaves out]."""
-    output: Tensor = module.__dict__.get(FORWARD, below)(input)
-    return output
 
 
 def _heads_are_swapped(args: tuple[Any, ...]) -> bool:
