@@ -96,8 +96,8 @@ def _change(weight: nn.Parameter, eps: float, seed: int) -> None:
     with gathered([weight], change=True):
         own = weight.to_local() if isinstance(weight, DTensor) else weight
         noise = torch.randn(own.shape, generator=torch.Generator().manual_seed(seed)).to(own)  # alike on all ranks
-        filled = torch.where(own == 0, 0.01 * noise, own)
-        own.copy_(filled.double() * (1 + eps / 4 * noise.double()))  # an error of up to eps / 2 has a mean of eps / 4
+        own.copy_(torch.where(own == 0, 0.01 * noise, own))
+        own.add_(own * noise, alpha=eps / 4)  # a rounding error has a mean of eps / 4
 
 
 @torch.no_grad()
