@@ -98,8 +98,6 @@ class Tokens:
 
     def tiles(self, whole: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Return each tile of ``[B, S, ...]`` as the module sees it: a view where the strides allow it."""
-        if len(sizes) == 1:  # in its own layout
-            return [whole.view_as(whole)]
         flat = whole.reshape(torch.Size([self.count]) + whole.shape[len(self.lead) :])
         ones = (1,) * (len(self.lead) - 1)
         found: list[Tensor] = []
@@ -135,8 +133,7 @@ class Assembly:
         size = self.sizes[0]
         what = f"a {type(leaf).__name__}"
         if isinstance(leaf, Tensor):
-            of_tile = lead if size == self.tokens.count else torch.Size([1] * (len(lead) - 1) + [size])
-            if leaf.shape[: len(lead)] == of_tile:
+            if leaf.shape[: len(lead)] == torch.Size([1] * (len(lead) - 1) + [size]):
                 return lead + leaf.shape[len(lead) :]
             if leaf.shape[:1] == (size,):
                 return torch.Size([self.tokens.count]) + leaf.shape[1:]

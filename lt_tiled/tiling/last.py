@@ -48,8 +48,7 @@ class TileWatch:
         """Whether the last projection made the output of each tile so far, as in the first call of this kind."""
         self.calls = 0
         """Those of the projection in the tile that runs."""
-        self.input: Any = None
-        """Its input there, ``[..., in]``, without a graph."""
+        self._input: Any = None
         self._version = 0
         self._output: Tensor | None = None
         """What it returned there."""
@@ -83,11 +82,10 @@ class TileWatch:
         # It ran once, and neither its input nor its output was changed since, or has a hook.
         as_planned = own is not None and own is output and self.calls == 1
         if own is not None and as_planned:
-            as_planned = own._version == 0 and self.input._version == self._version
+            as_planned = own._version == 0 and self._input._version == self._version
             as_planned = as_planned and not (own._backward_hooks and has_users_hooks(own))
         self.as_planned = self.as_planned and as_planned
-        if not self.leaves_out:
-            self.input = None
+        self._input = None
         return output
 
     def _forward(self, input: Tensor) -> Tensor:
@@ -95,10 +93,10 @@ class TileWatch:
         # A checkpoint inside of the tile may run it again in the backward pass.
         if self.calls > 1:
             return nn.Linear.forward(self.last, input)
-        self.input = input.detach()
+        self._input = input
         self._version = input._version
         if self.prints is not None:
-            self.prints.take(0, self.input)
+            self.prints.take(0, input)
             # Its weight, once: what the recompute leaves out shows no change of that.
             if -1 not in self.prints.taken:
                 self.prints.take(-1, self.last.weight)
@@ -115,7 +113,9 @@ class _LeftOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, watch: TileWatch, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.watch = watch
-        ctx.weight = weight  # later another one may be in its place
+        # As attributes: a checkpoint inside of the tile counts what is saved.
+        ctx.input = input.detach()
+        ctx.weight = weight
         kind = input.device.type
         dtype = input.dtype
         # Autocast leaves float64 as it is.
@@ -126,8 +126,8 @@ class _LeftOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
         watch = ctx.watch
-        input = watch.input
-        watch.input = None
+        input = ctx.input
+        ctx.input = None
         before = gradient.flatten(0, -2)  # [t, out]
         of_input: Tensor | None = None
         of_weight: Tensor | None = None

@@ -99,7 +99,6 @@ class GradientSum:
     """
 
     def __init__(self, tensor: Tensor, accumulate: str) -> None:
-        self.dtype = tensor.dtype
         self.sum_dtype = tensor.dtype
         if accumulate == "float32" and tensor.dtype in (torch.bfloat16, torch.float16):
             self.sum_dtype = torch.float32
@@ -148,7 +147,7 @@ class GradientSum:
         self.sum = None
         if total is None:
             return torch.zeros_like(self.leaf, requires_grad=False) if zeros else None
-        return total.to(self.dtype)
+        return total.to(self.leaf.dtype)
 
 
 def _add_in_parts(total: Tensor, left: Tensor, right: Tensor) -> None:
