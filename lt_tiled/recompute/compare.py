@@ -121,6 +121,8 @@ class Fingerprints:
         """Take the fingerprint of a tensor, unless it is empty, sparse or simulated, or was released."""
         while is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
+            if hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor: what is inside may still be on its way
+                tensor.trigger_wait()
             tensor = getattr(tensor, names[0])
         if is_real(tensor) and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > 0:
             self.eps = max(self.eps, EPS.get(tensor.dtype, 0.0))
