@@ -38,6 +38,8 @@ def compared_forward(prints: Fingerprints, function: Callable[[], Any]) -> Any:
         output = function()
     finally:
         _current.reset(token)
+    for tensor in saved.tensors:
+        prints.eps = max(prints.eps, EPS.get(tensor.dtype, 0.0))
     for place in saved.find_ends(output):
         prints.take(place, saved.tensors[place])
     return output
@@ -68,7 +70,6 @@ class _SavedTensors:
         """Hold a tensor, and return its metadata."""
         place = len(self.tensors)
         self.tensors.append(tensor)
-        self.prints.eps = max(self.prints.eps, EPS.get(tensor.dtype, 0.0))
         source: Any = (tensor.grad_fn, tensor.output_nr)
         if tensor.grad_fn is None:
             source = torch._C._autograd._get_sequence_nr() - 1
@@ -86,7 +87,8 @@ class _SavedTensors:
         while waiting:
             edge = waiting.pop()
             node = edge[0]
-            if edge in seen or node is None or node._sequence_nr() < self.first:  # or made in front of the block
+            number = -1 if node is None else node._sequence_nr()
+            if edge in seen or number < self.first:  # or made in front of the block
                 continue
             seen.add(edge)
             # 1. The value of a saved tensor depends on all that was computed before.
@@ -94,7 +96,7 @@ class _SavedTensors:
                 ends.update(self._places[edge][:1])
                 continue
             # 2. What the node saved besides: weights, masks, indices, its own output.
-            ends.update(self._places.get(node._sequence_nr(), ()))
+            ends.update(self._places.get(number, ()))
             waiting.extend(node.next_functions)
         chosen = set(_random.sample(sorted(ends), min(len(ends), MOST_ENDS)))
         # 3. One more, for branches that reach no output, such as that of a loss in an attribute.
