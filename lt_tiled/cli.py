@@ -35,7 +35,7 @@ class TiledCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        arguments = {"config", "trainer", "model", "datamodule"}
+        arguments = {"trainer", "model", "datamodule"}
         return LightningCLI.subcommands() | {"plan": arguments, "verify": arguments}
 
     def instantiate_classes(self) -> None:
@@ -48,9 +48,8 @@ class TiledCLI(LightningCLI):
         return SimpleNamespace(plan=self._plan, verify=self._verify)  # type: ignore[return-value]
 
     def _plan(self, **kwargs: Any) -> None:
-        self._dump_config()
         try:
-            run_plan(self.config_dump, self._get(self.config_init, "trainer", default={}), **kwargs)
+            run_plan(self._get(self.config_init, "trainer", default={}), **kwargs)
         except DoesNotFitError as error:  # an answer
             raise SystemExit(str(error)) from error
 

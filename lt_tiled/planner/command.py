@@ -1,15 +1,12 @@
-"""``lt-tiled plan``: predict, print, plot and write, from the configuration of the command line."""
+"""``lt-tiled plan``: predict, print and plot, from the configuration of the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.strategies import StrategyRegistry
 
 from lt_tiled.memory import gib
 from lt_tiled.planner.job import make_job
@@ -18,14 +15,11 @@ from lt_tiled.planner.simulate import Plan
 from lt_tiled.planner.speed import GPU, MACHINES, predict
 from lt_tiled.policies import check_count, parse_bytes
 
-_STRATEGIES = {"single": "SingleDevice", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "ModelParallel"}
-"""The strategies of this package by engine, but for DeepSpeed's."""
 POINTS = 2000
 """The number of moments in a plot."""
 
 
 def run_plan(
-    config: Mapping[str, Any],
     trainer: Mapping[str, Any],
     model: LightningModule,
     datamodule: LightningDataModule | None = None,
@@ -33,14 +27,12 @@ def run_plan(
     memory: int | str | None = None,
     devices: int | None = None,
     find: Literal["max-seq", "settings"] | None = None,
-    output: str | None = None,
     plot: str | None = None,
     gpu: GPU = "h100",
 ) -> None:
     """Predict the memory of a training step from its configuration, without weights, a GPU or a network.
 
     Args:
-        config: The configuration as in YAML.
         trainer: The arguments of the Trainer.
         model: The module, on the meta device.
         datamodule: Its data, of which one batch is read.
@@ -49,7 +41,6 @@ def run_plan(
         devices: The number of ranks; by default that of the Trainer.
         find: ``max-seq`` finds the longest sequence that fits, ``settings`` the cheapest settings with which the
             sequence length fits.
-        output: With ``find``, a file for the result, for ``lt-tiled fit --config yours.yaml --config output.yaml``.
         plot: A plot (``.png``, ``.svg``, ``.pdf``) of memory over the step.
         gpu: The GPU of the predicted speed.
 
@@ -71,37 +62,10 @@ def run_plan(
         found = longest(job, limit, tokens=seq)
     else:
         found = cheapest(job, limit, seq or job.tokens)
-    # 2. Say what was found, also as YAML and as a picture.
+    # 2. Say what was found, also as a picture.
     print(render(found, limit, gpu))
-    if find is not None:
-        text = yaml.safe_dump(_as_config(config, found, trainer.get("strategy")), sort_keys=False)
-        print(text)
-        if output is not None:
-            Path(output).write_text(text)
-            print(f"Written to {output}: add it to fit's arguments as a second --config.")
     if plot is not None:
         draw_step(found, plot, limit)
-
-
-def _as_config(config: Mapping[str, Any], found: Plan, strategy: Any) -> dict[str, Any]:
-    """Return a second ``--config`` that sets what a plan found: all fields, so that none of the first remain."""
-    settings = found.settings
-    init: dict[str, Any] = {}
-    if isinstance(strategy, str) and strategy != "auto":
-        init |= StrategyRegistry[strategy]["init_params"]  # what the name stands for
-    if settings.engine.stage:
-        init["stage"] = settings.engine.stage
-    init["loss"] = settings.loss == "auto" or settings.loss
-    for name in ("tiling", "activation_checkpointing", "sequence_parallel"):
-        policy = getattr(settings, name)
-        init[name] = policy and asdict(policy)
-    kind = _STRATEGIES.get(settings.engine.name, "DeepSpeed")
-    result: dict[str, Any] = {}
-    result["trainer"] = {"strategy": {"class_path": f"lt_tiled.Tiled{kind}Strategy", "init_args": init}}
-    data = config.get("data") or {}
-    if "seq_len" in data.get("init_args", {}):
-        result["data"] = {"class_path": data["class_path"], "init_args": {"seq_len": found.tokens}}
-    return result
 
 
 def render(found: Plan, memory: int | None = None, gpu: GPU = "h100") -> str:
