@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lt_tiled.memory import gib
 from lt_tiled.planner.job import make_job
-from lt_tiled.planner.search import cheapest, longest, plan
-from lt_tiled.planner.simulate import Plan
+from lt_tiled.planner.search import cheapest, longest
+from lt_tiled.planner.simulate import Plan, plan
 from lt_tiled.planner.speed import GPU, MACHINES, predict
 from lt_tiled.policies import check_count, parse_bytes
 
@@ -100,18 +101,17 @@ def draw_step(found: Plan, path: str | Path, memory: int | None = None) -> None:
     from matplotlib.figure import Figure
 
     # 1. The bytes of each part, at equal distances and at the peak.
-    rows = found.over_time()
     start = found.phases["forward"]
-    end = len(found.events) - start
-    moments = sorted({*range(0, end, 1 + end // POINTS), found.peak_at - start})
-    stack = [[row[moment] / 2**30 for moment in moments] for row in rows.values()]
+    end = len(found.events)
+    moments = sorted({*range(start, end, 1 + (end - start) // POINTS), found.peak_at})
+    rows = torch.tensor([*found.over_time.values()])[:, moments] / 2**30
     figure = Figure(figsize=(6, 4), layout="constrained", dpi=150)
     axis = figure.subplots()
-    axis.stackplot(moments, stack, labels=list(rows))
+    axis.stackplot(moments, rows.numpy(), labels=list(found.over_time))
     # 2. Lines where each phase begins, and at the memory of the device.
     for phase, moment in found.phases.items():
-        axis.axvline(moment - start, color="black", linewidth=0.5, linestyle=":")
-        axis.text(moment - start, found.peak / 2**30, f" {phase}", fontsize=7)
+        axis.axvline(moment, color="black", linewidth=0.5, linestyle=":")
+        axis.text(moment, found.peak / 2**30, f" {phase}", fontsize=7)
     if memory:
         axis.axhline(memory / 2**30, color="black", linewidth=1, linestyle="--")
     axis.set(title=f"peak {gib(found.peak)}", xticks=[], xlabel="allocations, in their order", ylabel="GiB")

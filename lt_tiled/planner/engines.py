@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -32,44 +32,34 @@ class Engine:
 
     name: EngineName = "single"
     ranks: int = 1
-    bucket: int = 0  # elements of DeepSpeed's reduce_bucket_size
     views: bool = False  # DDP's gradient_as_bucket_view
-    offload_optimizer: bool = False  # DeepSpeed keeps the optimizer state in CPU memory
-    offload_weights: bool = False  # ZeRO-3 keeps the shards in CPU memory
     mixed: torch.dtype | None = None  # in which FSDP all-gathers float32 shards, if it is another one
-    live: int = 0  # elements that ZeRO-3 keeps gathered: stage3_max_live_parameters or stage3_max_reuse_distance
+    zero: Mapping[str, Any] = field(default_factory=dict)  # DeepSpeed's zero_optimization
 
     @property
     def stage(self) -> int:
         """The stage of ZeRO, or 0 for other engines."""
         return int(self.name[-1]) if self.name.startswith("zero") else 0
 
+    def offloads(self, state: Literal["optimizer", "param"]) -> bool:
+        """Return whether DeepSpeed keeps the optimizer state, or ZeRO-3 the shards of weights, in CPU memory."""
+        return bool(self.zero.get(f"offload_{state}", {}).get("device", "none") != "none")
+
 
 def engine_of(strategy: Any, ranks: int) -> Engine:
     """Return the engine of a strategy, of Lightning or of this package."""
-    zero: dict[str, Any] = {}
     if is_a(strategy, "FSDPStrategy"):
         return Engine("fsdp", ranks)
     if is_a(strategy, "ModelParallelStrategy"):
         return Engine("fsdp2", ranks)
     if is_a(strategy, "DeepSpeedStrategy"):  # which is DDP's, too
         zero = strategy.config.get("zero_optimization", {})
+        if zero.get("stage", 0):
+            name: Any = f"zero{zero['stage']}"
+            return Engine(name, ranks, zero=zero)
     elif is_a(strategy, "DDPStrategy"):  # Lightning keeps DDP's arguments in a private attribute only
         return Engine("ddp", ranks, views=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view", False)))
-    if not zero.get("stage", 0):
-        return Engine("ddp" if ranks > 1 else "single", ranks)
-    name: Any = f"zero{zero['stage']}"
-    bucket = int(zero.get("reduce_bucket_size", 5e8))
-    if name != "zero3" and zero.get("overlap_comm", False):
-        bucket *= 2  # one is filled while the other is reduced
-    return Engine(
-        name,
-        ranks,
-        bucket,
-        offload_optimizer=zero.get("offload_optimizer", {}).get("device", "none") != "none",
-        offload_weights=zero.get("offload_param", {}).get("device", "none") != "none",
-        live=int(min(zero.get("stage3_max_live_parameters", 1e9), zero.get("stage3_max_reuse_distance", 1e9))),
-    )
+    return Engine("ddp" if ranks > 1 else "single", ranks)
 
 
 def mesh_of(engine: Engine, stack: ExitStack) -> DeviceMesh | None:
@@ -98,82 +88,86 @@ def share_weights(engine: Engine, model: nn.Module, ledger: FakeLedger, mesh: De
         ledger.name(list(model.parameters()), "weights")
 
 
-class Zero:
-    """Records what DeepSpeed allocates: float32 copies of a rank's part of the weights, on which the optimizer steps.
+def phases(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: FakeLedger) -> Iterator[None]:
+    """Enter the forward, the backward and the optimizer phase of each step, one with each ``next``.
 
-    All sizes are closed formulas. ZeRO-1 and ZeRO-2 have a bucket in the backward pass, ZeRO-3 always. ZeRO-3 keeps
-    ``live`` elements gathered, or the largest module whose weights are gathered together. Gradients leave the weights
-    of ZeRO-2 and ZeRO-3 as soon as they are summed. For other engines it does nothing.
+    It records what DeepSpeed allocates, by closed formulas. The optimizer steps on float32 copies of a rank's part of
+    the weights. ZeRO-1 and ZeRO-2 have a bucket in the backward pass, ZeRO-3 always. Gradients leave the weights of
+    ZeRO-2 and ZeRO-3 as soon as they are summed.
     """
+    bucket = int(engine.zero.get("reduce_bucket_size", 5e8)) * next(model.parameters()).itemsize
+    if engine.stage < 3 and engine.zero.get("overlap_comm", False):
+        bucket *= 2  # one is filled while the other is reduced
+    until_step = list[Allocation]()  # from the backward pass to the optimizer's step
 
-    def __init__(self, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, ledger: FakeLedger) -> None:
-        self.engine = engine
-        self.model = model
-        self.optimizer = optimizer
-        self.ledger = ledger
-        self.bucket = engine.bucket * next(model.parameters()).itemsize
-        self.until_step: list[Allocation] = []
-        """What exists from the backward pass to the optimizer's step."""
-        if not engine.stage:
-            return
-        if engine.stage == 3:
-            self._shard_weights()
-        if engine.stage > 1:
-            for weight in trained_weights(model):
-                weight.register_post_accumulate_grad_hook(self._reduce)
-        if not engine.offload_optimizer:
-            for group in optimizer.param_groups:
-                masters = list[nn.Parameter]()
-                for weight in group["params"]:
-                    if weight.requires_grad:
-                        masters.append(nn.Parameter(torch.empty(-(-weight.numel() // engine.ranks))))
-                ledger.name(masters, "optimizer")
-                group["params"] = masters
-
-    def _part(self, weights: Iterable[Tensor]) -> int:
-        """Return the bytes of a rank's part of weights."""
-        return sum(-(-p.numel() // self.engine.ranks) * p.itemsize for p in weights)
-
-    def _shard_weights(self) -> None:
-        """Record the shards of ZeRO-3, their gradients, and what is gathered."""
-        weights = list(self.model.parameters())
-        # 1. What is gathered: as much as is allowed, and at least the weights of any one module.
-        gathered = min(self.engine.live, elements(weights))
-        for _, leaf in whole_modules(self.model):
-            gathered = max(gathered, elements(leaf.parameters()))
-        for module in self.model.modules():
-            gathered = max(gathered, elements(module.parameters(recurse=False)))
-        self.ledger.allocate(gathered * weights[0].itemsize, "gathered")
-        # 2. The rank's part of weights and gradients, in place of the weights.
-        if not self.engine.offload_weights:
-            self.ledger.allocate(self._part(weights), "weights")
-        if not self.engine.offload_optimizer:
-            self.ledger.allocate(self._part(trained_weights(self.model)), "gradients")
-        self.ledger.allocate(self.bucket, "communication")
-        for weight in weights:
-            self.ledger.drop(weight)
-
-    def _reduce(self, weight: Tensor) -> None:
+    def reduce(weight: Tensor) -> None:
         """Move the gradient of a weight to the bucket."""
         weight.grad = None
-        if self.engine.stage == 2 and not self.engine.offload_optimizer:
-            self.until_step.append(self.ledger.allocate(self._part([weight]), "gradients"))
+        if engine.stage == 2 and not engine.offloads("optimizer"):
+            until_step.append(ledger.allocate(_part([weight], engine), "gradients"))
 
-    def begin(self, phase: str) -> None:
-        """Enter the forward, backward or optimizer phase."""
-        if not self.engine.stage:
-            return
-        if phase == "forward":  # DeepSpeed frees the gradients after a step
-            self.optimizer.zero_grad()
-            self.model.zero_grad()
-        elif phase == "backward" and self.engine.stage < 3:
-            self.until_step.append(self.ledger.allocate(self.bucket, "communication"))
-        elif phase == "optimizer":
-            while self.until_step:
-                self.ledger.release(self.until_step.pop())
-            if not self.engine.offload_optimizer:
-                for master in stepped_on(self.optimizer):
-                    master.backward(torch.empty_like(master))
+    # 1. What exists before the first step.
+    if engine.stage > 1:
+        for weight in trained_weights(model):
+            weight.register_post_accumulate_grad_hook(reduce)
+    if engine.stage == 3:
+        _shard_weights(engine, model, ledger)
+        ledger.allocate(bucket, "communication")
+    has_masters = engine.stage > 0 and not engine.offloads("optimizer")
+    if has_masters:
+        for group in optimizer.param_groups:
+            masters = list[nn.Parameter]()
+            for weight in group["params"]:
+                if weight.requires_grad:
+                    masters.append(nn.Parameter(torch.empty(-(-weight.numel() // engine.ranks))))
+            ledger.name(masters, "optimizer")
+            group["params"] = masters
+    while True:
+        # 2. DeepSpeed has freed the gradients after the last step.
+        if engine.stage:
+            optimizer.zero_grad()
+            model.zero_grad()
+        ledger.begin("forward")
+        yield
+        # 3. The bucket of ZeRO-1 and ZeRO-2, until the gradients are those of the copies.
+        if engine.stage in (1, 2):
+            until_step.append(ledger.allocate(bucket, "communication"))
+        ledger.begin("backward")
+        yield
+        while until_step:
+            ledger.release(until_step.pop())
+        if has_masters:
+            for master in stepped_on(optimizer):
+                master.grad = torch.empty_like(master)
+                ledger.name(master.grad, "gradients")
+        ledger.begin("optimizer")
+        yield
+
+
+def _part(weights: Iterable[Tensor], engine: Engine) -> int:
+    """Return the bytes of a rank's part of weights."""
+    return sum(-(-weight.numel() // engine.ranks) * weight.itemsize for weight in weights)
+
+
+def _shard_weights(engine: Engine, model: nn.Module, ledger: FakeLedger) -> None:
+    """Record the shards of ZeRO-3, their gradients, and what is gathered."""
+    weights = list(model.parameters())
+    # 1. What is gathered: as much as is allowed, and at least the weights of any one module.
+    live = int(engine.zero.get("stage3_max_live_parameters", 1e9))
+    reused = int(engine.zero.get("stage3_max_reuse_distance", 1e9))
+    gathered = min(live, reused, elements(weights))
+    for _, leaf in whole_modules(model):
+        gathered = max(gathered, elements(leaf.parameters()))
+    for module in model.modules():
+        gathered = max(gathered, elements(module.parameters(recurse=False)))
+    ledger.allocate(gathered * weights[0].itemsize, "gathered")
+    # 2. The rank's part of weights and gradients, in place of the weights.
+    if not engine.offloads("param"):
+        ledger.allocate(_part(weights, engine), "weights")
+    if not engine.offloads("optimizer"):
+        ledger.allocate(_part(trained_weights(model), engine), "gradients")
+    for weight in weights:
+        ledger.drop(weight)
 
 
 def trained_weights(model: nn.Module) -> list[nn.Parameter]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,8 +28,6 @@ from lt_tiled.tiling.weights import swapped
 from lt_tiled.training_step.step import nothing
 
 aten = torch.ops.aten
-_ACCUMULATES = 2**63
-"""Nodes that accumulate a weight's gradient have a number above all others."""
 
 
 @contextmanager
@@ -58,9 +54,8 @@ def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
 class FakeLedger(Ledger):
     """Records fake tensors with the part of the step that allocates them.
 
-    It follows modules by hooks, and in the backward pass by the numbers of autograd's nodes: the number of a node tells
-    in which forward or recompute it was made, and so for which part it works. Autograd has no public name for the
-    current node and the next number.
+    It follows modules by hooks. In the backward pass each of autograd's nodes works for the part that made it, in a
+    forward pass or a recompute. Autograd has no public name for the current node and the next node's number.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -81,8 +76,8 @@ class FakeLedger(Ledger):
                     self._parts |= dict.fromkeys(module.modules(), "MLP")
         self._running: list[str | None] = []
         """The parts of the modules that are running. One in no block, such as a loss, belongs to its caller."""
-        self._made: list[tuple[int, str]] = []
-        """The number of the next node, each time that another part began to run."""
+        self._made: dict[int, str] = {}
+        """The part that made each node, by the node's number."""
 
     def begin(self, phase: str) -> None:
         """Enter the forward, backward or optimizer phase. A new step has a peak and FLOPs of its own."""
@@ -93,8 +88,6 @@ class FakeLedger(Ledger):
         elif phase == "forward":
             self.restart_peak()
             self.work = Work()
-        self._running.clear()
-        self._note()
 
     def part(self) -> str:
         if self._running:
@@ -102,32 +95,22 @@ class FakeLedger(Ledger):
         node: Any = torch._C._current_autograd_node()  # None in a forward pass
         if node is None:
             return self.outside
-        if node._sequence_nr() >= _ACCUMULATES:
-            return "gradients"
-        # The last note before the node was made says what ran then.
-        _, part = self._made[bisect_right(self._made, node._sequence_nr(), key=itemgetter(0)) - 1]
-        return part
-
-    def _note(self) -> None:
-        """Assign the nodes that are made from now on to what is running now."""
-        self._made.append((torch._C._autograd._get_sequence_nr(), self.part()))
+        return self._made.get(node._sequence_nr(), self.outside)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         above = self._running[-1] if self._running else None
         self._running.append(self._parts.get(module, above))
-        self._note()
         if module in self._blocks and get_patch(module, BlockPatch) is not None:
             self.name([t for t in args if isinstance(t, Tensor) and t.is_floating_point()], "block inputs")
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._running:
-            self._running.pop()
+        self._running.pop()
         if module in self._blocks:
             self.outside = "loss"
-        self._note()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, also where torch's fake kernels lack something."""
+        self._made.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.part())  # its node is the last one
         self._name_exchanged(func.name(), args, kwargs)
         if func is aten._local_scalar_dense.default and not self._running:  # a training step may read its loss
             return 1.0 if args[0].is_floating_point() else 1
@@ -158,27 +141,22 @@ class FakeLedger(Ledger):
                 self.drop(args[1])
 
 
-def fake_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Replace all tensors of a model by fake ones on the CPU. Call it under :func:`without_memory`.
+def fake_weights(model: nn.Module, ledger: FakeLedger) -> None:
+    """Replace all tensors of a model by fake ones on the CPU."""
 
-    ``dtype`` is the dtype of the weights, by default the one that they have.
-    """
-    known: dict[int, Tensor] = {}
-    """By the identity of the tensor that each replaces: tied weights stay tied."""
-
+    @cache  # tied weights stay tied
     def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in known:
-            new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new.to(dtype or tensor.dtype), tensor.requires_grad)
-            known[id(tensor)] = new
-        return known[id(tensor)]
+        new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, tensor.requires_grad)
+        return new
 
     for module in model.modules():
         # Parameters, buffers, and others such as the state of a metric.
         for name, value in vars(module).items():
             if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
                 vars(module)[name] = pytree.tree_map_only(Tensor, fake, value)
+    ledger.name([*model.parameters(), *model.buffers()], "weights")
 
 
 def fake_offloader(name: Callable[[Tensor], None], policy: ActivationCheckpointing, _: int | None) -> Offloader:

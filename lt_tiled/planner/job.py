@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,42 @@ from torch import Tensor
 
 from lt_tiled._log import warn
 from lt_tiled._prepare import AppliesPolicies
-from lt_tiled.planner.engines import engine_of
-from lt_tiled.planner.simulate import Settings
+from lt_tiled.planner.engines import Engine, engine_of
+from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import check_size
 from lt_tiled.tiling.weights import swapped
 from lt_tiled.training_step.step import first_batch, shape_of, silence
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16": torch.bfloat16, "16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a step: policies as in a strategy, the engine and its ranks, and what the Trainer sets."""
+
+    tiling: Tiling | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
+    loss: LossShards | None = None
+    sequence_parallel: SequenceParallel | None = None
+    engine: Engine = field(default_factory=Engine)
+    dtype: torch.dtype = torch.float32  # of the weights
+    autocast: torch.dtype | None = None  # of mixed precision
+    accumulate: int = 1  # batches per optimizer step
+    gpu: bool = False  # where the optimizer updates all weights at once
+
+    def __str__(self) -> str:
+        """Return one line: the engine, and policies with the fields that are not their defaults."""
+        text: str = self.engine.name
+        if self.engine.ranks > 1:
+            text += f" over {self.engine.ranks} ranks"
+        for policy in (self.tiling, self.activation_checkpointing, self.sequence_parallel):
+            if policy is not None:
+                kind = type(policy)
+                changed = [f"{name}={value!r}" for name, value in vars(policy).items() if value != getattr(kind, name)]
+                text += f", {kind.__name__}({', '.join(changed)})"
+        if self.loss:
+            text += ", tiled loss"
+        return text
 
 
 @dataclass(frozen=True)
@@ -90,7 +119,7 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
                 policies[name] = policies.get(name) or getattr(owner, name)
     if shared := policies.get("sequence_parallel"):
         check_size(shared.size, ranks)
-    # 2. The precision: FSDP and DeepSpeed cast weights in the place of autocast.
+    # 2. The precision: FSDP casts the weights that it gathers, and DeepSpeed all, in the place of autocast.
     precision = str(trainer.get("precision") or "32")
     name, _, kind = precision.partition("-")
     if name not in _DTYPES:
@@ -103,7 +132,8 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
     engine = engine_of(strategy, ranks)
     if engine.name == "fsdp":
         engine = replace(engine, mixed=autocast)
-    if autocast is not None and (engine.name == "fsdp" or engine.stage):
+        autocast = None
+    elif autocast is not None and engine.stage:
         dtype = autocast
         autocast = None
     return Settings(

@@ -28,7 +28,6 @@ class Allocation:
 
     nbytes: int
     part: str  # what they are for
-    live: bool = True
 
 
 class Ledger(TorchDispatchMode):
@@ -105,11 +104,9 @@ class Ledger(TorchDispatchMode):
         return allocation
 
     def release(self, allocation: Allocation) -> None:
-        """Record that bytes are released, unless they are already."""
-        if allocation.live:
-            allocation.live = False
-            self.events.append((allocation, -1))
-            self.now -= allocation.nbytes
+        """Record that bytes are released."""
+        self.events.append((allocation, -1))
+        self.now -= allocation.nbytes
 
     def _forget(self, key: int | None) -> None:
         if (allocation := self._storages.pop(key, None)) is not None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
-from lt_tiled.errors import DoesNotFitError, NothingFoundError
-from lt_tiled.loss.transformers import find_losses
+from lt_tiled.errors import DoesNotFitError
 from lt_tiled.memory import gib
 from lt_tiled.planner.job import Job
-from lt_tiled.planner.simulate import Plan, Settings, simulate
-from lt_tiled.policies import ActivationCheckpointing, Tiling
-from lt_tiled.training_step.step import with_length
+from lt_tiled.planner.simulate import Plan, plan
+from lt_tiled.policies import ActivationCheckpointing, LossShards, Tiling
 
 SHORTEST = 256
 """The shortest sequence of a search. All of its sequence lengths are multiples of it."""
@@ -19,27 +16,17 @@ LIMIT = 2**27
 """The longest sequence of a search: if such a step fits, its memory hardly depends on the sequence length."""
 CLOSE = 0.02
 """A search ends within this share of the longest sequence."""
-_LADDER = (
-    (None, ActivationCheckpointing(keep="attention")),
-    (Tiling(), ActivationCheckpointing(keep="attention")),
-    (None, ActivationCheckpointing()),
-    (Tiling(), ActivationCheckpointing()),
-    (Tiling(), ActivationCheckpointing(offload="cpu")),
-    (Tiling(), ActivationCheckpointing(offload="disk")),
+_LADDER: tuple[tuple[LossShards | None, Tiling | None, ActivationCheckpointing | None], ...] = (
+    (None, None, None),
+    ("auto", None, None),
+    ("auto", None, ActivationCheckpointing(keep="attention")),
+    ("auto", Tiling(), ActivationCheckpointing(keep="attention")),
+    ("auto", None, ActivationCheckpointing()),
+    ("auto", Tiling(), ActivationCheckpointing()),
+    ("auto", Tiling(), ActivationCheckpointing(offload="cpu")),
+    ("auto", Tiling(), ActivationCheckpointing(offload="disk")),
 )
 """Policies in the order of the time that they cost. Tiles cost none, but for the host."""
-
-
-def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) -> Plan:
-    """Return the plan of a job; by default for its own sequence length and settings.
-
-    Raises:
-        SimulationError: If an operation needs values, or the module optimizes manually.
-        ValueError: If the batch has no sequences and ``tokens`` is given.
-    """
-    settings = settings or job.settings
-    batch = job.batch if tokens is None else with_length(job.batch, tokens)
-    return simulate(job.module, batch, settings)
 
 
 def longest(job: Job, memory: int, tokens: int | None = None) -> Plan:
@@ -76,22 +63,12 @@ def cheapest(job: Job, memory: int, tokens: int) -> Plan:
     Raises:
         DoesNotFitError: If none fit.
     """
-    # 1. The settings to try: without any policy, then with a tiled loss, then with all others.
-    plain = replace(job.settings, tiling=None, activation_checkpointing=None, loss=None)
-    settings = [plain]
-    with suppress(NothingFoundError):
-        find_losses(job.module)
-        settings.append(replace(plain, loss="auto"))
-    for tiling, policy in _LADDER:
-        settings.append(replace(settings[-1], tiling=tiling, activation_checkpointing=policy))
-    # 2. The first that fit.
-    tried = list[Plan]()
-    for one in settings:
-        tried.append(plan(job, tokens, one))
-        if tried[-1].peak <= memory:
-            return tried[-1]
-    least = min(tried, key=lambda found: found.peak)
+    for loss, tiling, checkpointing in _LADDER:
+        settings = replace(job.settings, loss=loss, tiling=tiling, activation_checkpointing=checkpointing)
+        found = plan(job, tokens, settings)
+        if found.peak <= memory:
+            return found
     raise DoesNotFitError(
-        f"{tokens} tokens do not fit into {gib(memory)} with any settings: the least is {gib(least.peak)}, with"
-        f" {least.settings}. Give more devices, more memory or a shorter sequence length."
+        f"{tokens} tokens do not fit into {gib(memory)} with any settings: they take {gib(found.peak)} with {settings}."
+        " Give more devices, more memory or a shorter sequence length."
     )

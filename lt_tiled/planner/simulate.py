@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -20,48 +19,16 @@ from torch import Tensor, nn
 from lt_tiled._log import quiet
 from lt_tiled._prepare import AppliesPolicies, Prepared
 from lt_tiled.offload.offloader import OffloadStats
-from lt_tiled.planner.engines import Engine, Zero, elements, mesh_of, share_weights, trained_weights
+from lt_tiled.planner.engines import elements, mesh_of, phases, share_weights, trained_weights
 from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
+from lt_tiled.planner.job import Job, Settings
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
-from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.tiling.cut import tiles_to_run
-from lt_tiled.training_step.step import shape_of, training_loss
+from lt_tiled.training_step.step import shape_of, training_loss, with_length
 
 _OF_WEIGHTS = ("weights", "gradients", "optimizer", "gathered", "communication")
 PARTS = (*_OF_WEIGHTS, "block inputs", "attention", "MLP", "loss", "rest")
 """What memory is used for, in display order."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The settings of a step: policies as in a strategy, the engine and its ranks, and what the Trainer sets."""
-
-    tiling: Tiling | None = None
-    activation_checkpointing: ActivationCheckpointing | None = None
-    loss: LossShards | None = None
-    sequence_parallel: SequenceParallel | None = None
-    engine: Engine = field(default_factory=Engine)
-    dtype: torch.dtype = torch.float32  # of the weights
-    autocast: torch.dtype | None = None  # of mixed precision
-    accumulate: int = 1  # batches per optimizer step
-    gpu: bool = False  # where the optimizer updates all weights at once
-
-    def __str__(self) -> str:
-        """Return one line: the engine, and policies with the fields that are not their defaults."""
-        parts: list[str] = [self.engine.name]
-        if self.engine.ranks > 1:
-            parts = [f"{self.engine.name} over {self.engine.ranks} ranks"]
-        for policy in (self.tiling, self.activation_checkpointing, self.sequence_parallel):
-            if policy is not None:
-                changed = list[str]()
-                for option in fields(policy):
-                    value = getattr(policy, option.name)
-                    if value != option.default:
-                        changed.append(f"{option.name}={value!r}")
-                parts.append(f"{type(policy).__name__}({', '.join(changed)})")
-        if self.loss:
-            parts.append("tiled loss")
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -99,67 +66,64 @@ class Plan:
 
     def parts_at(self, moment: int) -> dict[str, int]:
         """Return the live bytes of each part at a moment, without empty parts."""
-        live = Counter[str]()
-        for allocation, sign in self.events[:moment]:
-            live[allocation.part] += sign * allocation.nbytes
-        return {part: live[part] for part in PARTS if live[part]}
+        return {part: row[moment] for part, row in self.over_time.items() if row[moment]}
 
+    @cached_property
     def over_time(self) -> dict[str, list[int]]:
-        """Return the live bytes of each part at every moment from the forward pass on, without empty parts."""
-        start = self.phases["forward"]
+        """The live bytes of each part at every moment, without parts that stay empty."""
         rows = dict[str, list[int]]()
         for part in PARTS:
             changes = [sign * allocation.nbytes * (allocation.part == part) for allocation, sign in self.events]
-            row = list(accumulate(changes))[start - 1 :]
+            row = list(accumulate(changes, initial=0))
             if any(row):
                 rows[part] = row
         return rows
 
 
-def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
-    """Simulate two steps: the second one is like all that follow, with optimizer state and tiled calls that are known.
+def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) -> Plan:
+    """Return the plan of a job; by default for its own sequence length and settings.
 
-    The module, which has a Trainer, and the batch are on the meta device.
+    It simulates two steps: the second is like all that follow, with optimizer state and tiled calls that are known.
+
+    Raises:
+        SimulationError: If an operation needs values, or the module optimizes manually.
+        ValueError: If the batch has no sequences and ``tokens`` is given.
     """
-    trainer = module.trainer
-    module = copy.deepcopy(module)  # it gets fake weights, and FSDP's hooks
-    module.trainer = trainer
-    trainer.strategy.connect(module)
+    settings = settings or job.settings
     engine = settings.engine
+    batch = job.batch if tokens is None else with_length(job.batch, tokens)
+    module = copy.deepcopy(job.module)  # it gets fake weights, and FSDP's hooks
+    module.trainer = job.module.trainer
     with quiet(), ExitStack() as stack:
         # 1. What exists before the first step.
         mesh = mesh_of(engine, stack)
         ledger = stack.enter_context(without_memory(module))
-        fake_weights(module, torch.float32 if engine.mixed else None)
-        ledger.name([*module.parameters(), *module.buffers()], "weights")
-        weights = elements(module.parameters())
-        trained = elements(trained_weights(module))
+        fake_weights(module, ledger)
         share_weights(engine, module, ledger, mesh)
         prepared = stack.enter_context(_prepare(module, settings, ledger))
         optimizer = _optimizer_of(module, settings.gpu)
-        zero = Zero(engine, module, optimizer, ledger)
+        phase = phases(engine, module, optimizer, ledger)
         stack.callback(tiles_to_run.reset, tiles_to_run.set(partial(first_two_tiles, ledger)))
-        # 2. The steps.
         for _ in range(2):
-            zero.begin("forward")
-            ledger.begin("forward")
+            # 2. The forward pass.
+            next(phase)
             fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
             with torch.autocast("cpu", settings.autocast, enabled=settings.autocast is not None):
                 loss = training_loss(module.training_step, module, fake)
             forward = ledger.work.copy()
             if settings.accumulate == 1:
                 optimizer.zero_grad()  # at the same place as Lightning
-            zero.begin("backward")
-            ledger.begin("backward")
+            # 3. The backward pass.
+            next(phase)
             loss.backward()
             del loss
             ledger.name([weight.grad for weight in module.parameters()], "gradients")
-            zero.begin("optimizer")
-            ledger.begin("optimizer")
-            if not engine.offload_optimizer:
+            # 4. The optimizer's step.
+            next(phase)
+            if not engine.offloads("optimizer"):
                 optimizer.step()
                 ledger.name(list(optimizer.state.values()), "optimizer")
-        # 3. What the last one took.
+        # 5. What the second step took.
         moved = prepared.report().offloaded or OffloadStats()
         return Plan(
             type(module).__name__,
@@ -172,14 +136,15 @@ def simulate(module: LightningModule, batch: Any, settings: Settings) -> Plan:
             forward,
             ledger.work - forward,
             OffloadStats(moved.cpu_bytes // 2, moved.disk_bytes // 2),  # of two steps
-            weights,
-            trained,
+            elements(job.module.parameters()),
+            elements(trained_weights(job.module)),
         )
 
 
 def _optimizer_of(module: LightningModule, gpu: bool) -> torch.optim.Optimizer:
     """Return the optimizer of a module; one without a choice updates all weights at once on a GPU."""
     strategy = module.trainer.strategy
+    strategy.connect(module)
     strategy.setup_optimizers(module.trainer)
     for group in strategy.optimizers[0].param_groups:
         if gpu and group.get("foreach", True) is None:

@@ -59,7 +59,7 @@ def predict(plan: Plan, machine: Machine) -> Speed:
     settings = plan.settings
     engine = settings.engine
     # 1. Bytes that the engine exchanges: the share of its collectives that leaves a rank.
-    away = settings.dtype.itemsize * (1 - 1 / engine.ranks)
+    away = (engine.mixed or settings.dtype).itemsize * (1 - 1 / engine.ranks)
     reduced = plan.trained * away
     gathered = 0.0
     if engine.name in ("fsdp", "fsdp2", "zero3"):
@@ -69,7 +69,7 @@ def predict(plan: Plan, machine: Machine) -> Speed:
     # 2. Bytes that are offloaded in each pass. Those to a disk pass PCIe as well.
     disk = plan.offloaded.disk_bytes
     moved = plan.offloaded.cpu_bytes + disk
-    if engine.offload_weights:
+    if engine.offloads("param"):
         moved += plan.weights * settings.dtype.itemsize // engine.ranks
 
     def needs(work: Work, exchanged: float) -> dict[str, float]:
@@ -87,7 +87,7 @@ def predict(plan: Plan, machine: Machine) -> Speed:
     parts = plan.parts_at(plan.phases["optimizer"])
     state = parts.get("weights", 0) + parts.get("optimizer", 0)
     update = (2 * state + parts.get("gradients", 0)) / machine.memory / 1e9
-    if engine.offload_optimizer:
+    if engine.offloads("optimizer"):
         update = plan.trained / engine.ranks / CPU_ADAM
     if engine.name in ("zero1", "zero2"):  # these gather the updated weights
         update = max(update, plan.trained * away / machine.network / 1e9)

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.job import make_job
 from lt_tiled.planner.ledger import Ledger
-from lt_tiled.planner.search import plan
+from lt_tiled.planner.simulate import plan
 from tests.lit import trainer
 
 LLAMA = {

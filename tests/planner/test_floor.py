@@ -10,7 +10,7 @@ import torch
 from lt_tiled import TiledSingleDeviceStrategy
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.job import make_job
-from lt_tiled.planner.search import plan
+from lt_tiled.planner.simulate import plan
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from lt_tiled import ActivationCheckpointing, TiledSingleDeviceStrategy, Tiling
 from lt_tiled.callbacks import MemoryMonitor
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner.job import make_job
-from lt_tiled.planner.search import plan
+from lt_tiled.planner.simulate import plan
 from tests.lit import trainer
 
 

@@ -16,9 +16,9 @@ from lt_tiled import ActivationCheckpointing, TiledDeepSpeedStrategy, TiledSingl
 from lt_tiled.errors import DoesNotFitError, SimulationError
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner import simulate
-from lt_tiled.planner.job import Job, make_job
-from lt_tiled.planner.search import cheapest, longest, plan
-from lt_tiled.planner.simulate import Plan, Settings
+from lt_tiled.planner.job import Job, Settings, make_job
+from lt_tiled.planner.search import cheapest, longest
+from lt_tiled.planner.simulate import Plan, plan
 from tests.lit import LitTiny
 from tests.models import TinyLM, lm_loss, tiny_llama
 from tests.planner.runs import LLAMA, SMALL
@@ -53,7 +53,7 @@ def test_parts_are_the_peak(found: Plan) -> None:
     assert found.parts["weights"] == pytest.approx(weights, rel=0.01)
     assert found.parts["optimizer"] == pytest.approx(2 * weights, rel=0.01)
     assert found.phase in ("forward", "backward")
-    rows = found.over_time()
+    rows = found.over_time
     assert max(sum(values) for values in zip(*rows.values(), strict=True)) == found.peak
     assert min(min(row) for row in rows.values()) >= 0
 
@@ -176,8 +176,8 @@ def test_precision(precision: str | None, weights: int, autocast: torch.dtype | 
 def test_an_offloaded_optimizer_steps_on_the_cpu(stage: int) -> None:
     """With ``offload_optimizer``, neither optimizer state nor the optimizer's step take device memory."""
     run = plan(job(TiledDeepSpeedStrategy(stage=stage, offload_optimizer=True), accelerator="gpu"))
-    rows = run.over_time()
-    before = run.phases["optimizer"] - run.phases["forward"]  # the last moment of the backward pass
+    rows = run.over_time
+    before = run.phases["optimizer"]  # the last moment of the backward pass
     totals = [sum(values) for values in zip(*rows.values(), strict=True)]
     assert "optimizer" not in rows
     assert totals[before:] == sorted(totals[before:], reverse=True)
@@ -232,5 +232,5 @@ def test_devices(devices: Any, ranks: int, caplog: pytest.LogCaptureFixture) -> 
 def test_mixed_precision_of_sharding_engines(strategy: Any) -> None:
     """DeepSpeed's and FSDP's own mixed precision gathers 16-bit weights, and steps on float32 ones."""
     mixed, true = (plan(job(strategy, devices=2, precision=p)) for p in ("bf16-mixed", "32-true"))
-    assert max(mixed.over_time()["gathered"]) == pytest.approx(max(true.over_time()["gathered"]) / 2, rel=0.05)
+    assert max(mixed.over_time["gathered"]) == pytest.approx(max(true.over_time["gathered"]) / 2, rel=0.05)
     assert mixed.parts["optimizer"] == pytest.approx(true.parts["optimizer"], rel=0.05)

@@ -14,10 +14,9 @@ from lt_tiled import ActivationCheckpointing, SequenceParallel, TiledDeepSpeedSt
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.planner.engines import Engine
-from lt_tiled.planner.job import make_job
+from lt_tiled.planner.job import Settings, make_job
 from lt_tiled.planner.ledger import Allocation
-from lt_tiled.planner.search import plan
-from lt_tiled.planner.simulate import Plan, Settings
+from lt_tiled.planner.simulate import Plan, plan
 from lt_tiled.planner.speed import ATTENTION, CPU_ADAM, MACHINES, PRODUCTS, Machine, predict
 from tests.planner.runs import LLAMA
 
@@ -80,7 +79,8 @@ def test_bytes_of_engines(name: Any, gigabytes: tuple[int, ...]) -> None:
 
 def test_offloaded_state() -> None:
     """An optimizer in CPU memory updates the weights of its rank there, and weights in CPU memory pass PCIe twice."""
-    engine = Engine("zero3", 4, offload_optimizer=True, offload_weights=True)
+    cpu = {"device": "cpu"}
+    engine = Engine("zero3", 4, zero={"offload_optimizer": cpu, "offload_param": cpu})
     settings = Settings(engine=engine, dtype=torch.bfloat16)
     speed = predict(run(settings, weights=10**12, trained=10**12), ROUND)
     assert speed.bound == "the optimizer"
