@@ -87,7 +87,7 @@ def counted(model: nn.Module, name: str, tile: Tile | None, shards: int, ids: Te
         step()  # the first step checks the tiles
         with Ledger() as meter:
             step()
-    return int(meter.flops), meter.peak
+    return int(meter.work.total()), meter.peak
 
 
 def step_time(options: Options) -> list[Table]:

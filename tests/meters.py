@@ -14,7 +14,7 @@ def flops(run: Callable[[], Any]) -> int:
     """Floating point operations, by torch's formulas, of the matrix products and of attention that ``run`` executes."""
     with LiveBytes() as meter:
         run()
-    return meter.flops
+    return meter.work.total()
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

@@ -60,9 +60,9 @@ def run_plan(
     if find is None or limit is None:
         found = plan(job, seq)
     elif find == "max-seq":
-        found = longest(job, limit, tokens=seq)
+        found = longest(job, limit)
     else:
-        found = cheapest(job, limit, seq or job.tokens)
+        found = cheapest(job, limit, seq)
     # 2. Say what was found, also as a picture.
     print(render(found, limit, gpu))
     if plot is not None:
@@ -75,7 +75,6 @@ def render(found: Plan, memory: int | None = None, gpu: GPU = "h100") -> str:
     for part, nbytes in (found.parts | {"predicted peak of a rank": found.peak}).items():
         lines.append(f"  {part:24} {gib(nbytes):>12} {nbytes / found.peak:5.0%}")
     lines.append(f"Settings: {found.settings}.")
-    lines.append(f"The peak occurs in the {found.phase} phase.")
     forward = found.forward.total() / 1e12
     lines.append(f"FLOPs: {found.flops / 1e12:.3g} TFLOP per step, {forward:.3g} TFLOP in the forward pass.")
     moved = found.offloaded

@@ -18,19 +18,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 
 from lt_tiled.modules.blocks import find_blocks
 from lt_tiled.namespaces import is_a
+from lt_tiled.offload.tensors import storage_key
 from lt_tiled.planner.fake import FakeLedger
 from lt_tiled.planner.ledger import Allocation
 from lt_tiled.tiling.patch import whole_modules
 from lt_tiled.training_step.step import stepped_on
-
-EngineName = Literal["single", "ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3"]
 
 
 @dataclass(frozen=True)
 class Engine:
     """An engine, and the number of its ranks."""
 
-    name: EngineName = "single"
+    name: str = "single"  # or "ddp", "fsdp", "fsdp2", "zero1", "zero2", "zero3"
     ranks: int = 1
     views: bool = False  # DDP's gradient_as_bucket_view
     mixed: torch.dtype | None = None  # in which FSDP all-gathers float32 shards, if it is another one
@@ -55,8 +54,7 @@ def engine_of(strategy: Any, ranks: int) -> Engine:
     if is_a(strategy, "DeepSpeedStrategy"):  # which is DDP's, too
         zero = strategy.config.get("zero_optimization", {})
         if zero.get("stage", 0):
-            name: Any = f"zero{zero['stage']}"
-            return Engine(name, ranks, zero=zero)
+            return Engine(f"zero{zero['stage']}", ranks, zero=zero)
     elif is_a(strategy, "DDPStrategy"):  # Lightning keeps DDP's arguments in a private attribute only
         return Engine("ddp", ranks, views=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view", False)))
     return Engine("ddp" if ranks > 1 else "single", ranks)
@@ -74,12 +72,12 @@ def mesh_of(engine: Engine, stack: ExitStack) -> DeviceMesh | None:
 def share_weights(engine: Engine, model: nn.Module, ledger: FakeLedger, mesh: DeviceMesh | None) -> None:
     """Record DDP's gradient buckets, or shard the weights of a model by torch's ``fully_shard``.
 
-    FSDP2 is ``fully_shard``. ``FullyShardedDataParallel`` gathers in the same order, but without buffers.
+    FSDP2 is ``fully_shard``. ``FullyShardedDataParallel`` gathers in the same order, and needs a little less, because
+    it gathers into the weights themselves.
     """
     if engine.name == "ddp" and not engine.views:
         ledger.allocate(sum(weight.nbytes for weight in trained_weights(model)), "communication")
     if mesh is not None:
-        ledger.gathers_in_place = engine.name == "fsdp"
         policy = MixedPrecisionPolicy(param_dtype=engine.mixed)
         for _, block in find_blocks(model):
             fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -167,7 +165,7 @@ def _shard_weights(engine: Engine, model: nn.Module, ledger: FakeLedger) -> None
     if not engine.offloads("optimizer"):
         ledger.allocate(_part(trained_weights(model), engine), "gradients")
     for weight in weights:
-        ledger.drop(weight)
+        ledger.forget(storage_key(weight))  # what it simulates is not on the device
 
 
 def trained_weights(model: nn.Module) -> list[nn.Parameter]:

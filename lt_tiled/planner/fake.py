@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 @contextmanager
 def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
-    """Make all new tensors fake, and record them in a ledger."""
+    """Make the tensors of a model fake, and all new ones, and record them in a ledger."""
     with ExitStack() as stack:
         if find_spec("transformers") is not None:
             from transformers import masking_utils
@@ -48,7 +48,27 @@ def without_memory(model: nn.Module) -> Iterator[FakeLedger]:
         ledger = FakeLedger(model)
         stack.callback(register_module_forward_pre_hook(ledger.enter).remove)
         stack.callback(register_module_forward_hook(ledger.leave, always_call=True).remove)
-        yield stack.enter_context(ledger)
+        stack.enter_context(ledger)
+        _fake_weights(model)
+        ledger.name([*model.parameters(), *model.buffers()], "weights")
+        yield ledger
+
+
+def _fake_weights(model: nn.Module) -> None:
+    """Replace all tensors of a model by fake ones on the CPU."""
+
+    @cache  # tied weights stay tied
+    def fake(tensor: Tensor) -> Tensor:
+        new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, tensor.requires_grad)
+        return new
+
+    for module in model.modules():
+        # Parameters, buffers, and others such as the state of a metric.
+        for name, value in vars(module).items():
+            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                vars(module)[name] = pytree.tree_map_only(Tensor, fake, value)
 
 
 class FakeLedger(Ledger):
@@ -64,8 +84,6 @@ class FakeLedger(Ledger):
         """The part of what runs in no block."""
         self.phases: dict[str, int] = {}
         """The moment at which each phase of the last step began."""
-        self.gathers_in_place = False
-        """Whether FSDP gathers into the weights themselves, as ``FullyShardedDataParallel`` does."""
         self._blocks = {block for _, block in find_blocks(model)}
         self._parts: dict[nn.Module, str] = {}
         for block in self._blocks:
@@ -123,40 +141,14 @@ class FakeLedger(Ledger):
             raise SimulationError(f"{func} needs the values of tensors, which a simulation does not have.") from error
 
     def _name_exchanged(self, operator: str, args: Any, kwargs: Any) -> None:
-        """Name the buffers of FSDP's collectives, and the weights that it gathers.
-
-        ``FullyShardedDataParallel`` exchanges the same without buffers: it gathers into the weights themselves, and
-        frees gradients as soon as they are reduced.
-        """
+        """Name the buffers of FSDP's collectives, and the weights that it gathers."""
         if operator == "fsdp::all_gather_copy_in":  # inputs, output
             self.name(args[1], "gathered")
         elif operator == "fsdp::split_with_sizes_copy":  # from the output to weights
             self.name(kwargs["out"], "gathered")
-            if self.gathers_in_place:
-                self.drop(args[0])
         elif operator == "c10d::_reduce_scatter_base_":  # output, input
             self.name(args[0], "gradients")
             self.name(args[1], "communication")
-            if self.gathers_in_place:
-                self.drop(args[1])
-
-
-def fake_weights(model: nn.Module, ledger: FakeLedger) -> None:
-    """Replace all tensors of a model by fake ones on the CPU."""
-
-    @cache  # tied weights stay tied
-    def fake(tensor: Tensor) -> Tensor:
-        new = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-        if isinstance(tensor, nn.Parameter):
-            new = nn.Parameter(new, tensor.requires_grad)
-        return new
-
-    for module in model.modules():
-        # Parameters, buffers, and others such as the state of a metric.
-        for name, value in vars(module).items():
-            if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
-                vars(module)[name] = pytree.tree_map_only(Tensor, fake, value)
-    ledger.name([*model.parameters(), *model.buffers()], "weights")
 
 
 def fake_offloader(name: Callable[[Tensor], None], policy: ActivationCheckpointing, _: int | None) -> Offloader:

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lt_tiled._log import warn
 from lt_tiled._prepare import AppliesPolicies
@@ -19,7 +20,7 @@ from lt_tiled.planner.engines import Engine, engine_of
 from lt_tiled.policies import ActivationCheckpointing, LossShards, SequenceParallel, Tiling
 from lt_tiled.sequence_parallel.groups import check_size
 from lt_tiled.tiling.weights import swapped
-from lt_tiled.training_step.step import first_batch, shape_of, silence
+from lt_tiled.training_step.step import first_batch, silence
 
 _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16": torch.bfloat16, "16": torch.float16}
 
@@ -40,7 +41,7 @@ class Settings:
 
     def __str__(self) -> str:
         """Return one line: the engine, and policies with the fields that are not their defaults."""
-        text: str = self.engine.name
+        text = self.engine.name
         if self.engine.ranks > 1:
             text += f" over {self.engine.ranks} ranks"
         for policy in (self.tiling, self.activation_checkpointing, self.sequence_parallel):
@@ -60,10 +61,6 @@ class Job:
     module: LightningModule
     batch: Any
     settings: Settings
-
-    @property
-    def tokens(self) -> int:
-        return shape_of(self.batch)[1]
 
 
 def make_job(
@@ -109,11 +106,8 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
     strategy = trainer.get("strategy", "auto")
     if isinstance(strategy, str) and strategy != "auto":
         strategy = StrategyRegistry.get(strategy)
-    owners = trainer.get("callbacks") or []
-    if not isinstance(owners, list):
-        owners = [owners]
     policies = dict[str, Any]()
-    for owner in [strategy, *owners]:
+    for owner in tree_leaves([strategy, trainer.get("callbacks")]):
         if isinstance(owner, AppliesPolicies):
             for name in ("tiling", "activation_checkpointing", "loss", "sequence_parallel"):
                 policies[name] = policies.get(name) or getattr(owner, name)

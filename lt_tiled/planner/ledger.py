@@ -79,17 +79,13 @@ class Ledger(TorchDispatchMode):
             if key not in self._storages and key not in given and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
                 self._storages[key] = self.allocate(storage.nbytes(), self.part())
-                weakref.finalize(storage, self._forget, key).atexit = False
+                weakref.finalize(storage, self.forget, key).atexit = False
         if func.namespace == "lt_tiled":  # a collective of sequence parallelism
             self.name((args, result), "communication")
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
-
-    @property
-    def flops(self) -> int:
-        return self.work.total()
 
     def part(self) -> str:
         return "rest"
@@ -108,7 +104,8 @@ class Ledger(TorchDispatchMode):
         self.events.append((allocation, -1))
         self.now -= allocation.nbytes
 
-    def _forget(self, key: int | None) -> None:
+    def forget(self, key: int | None) -> None:
+        """Stop counting a storage, if it is counted."""
         if (allocation := self._storages.pop(key, None)) is not None:
             self.release(allocation)
 
@@ -117,10 +114,6 @@ class Ledger(TorchDispatchMode):
         for tensor in _plain_tensors(tensors):
             if (allocation := self._storages.get(storage_key(tensor))) is not None:
                 allocation.part = part
-
-    def drop(self, tensor: Tensor) -> None:
-        """Stop counting a tensor's storage, because what it simulates is not on the device."""
-        self._forget(storage_key(tensor))
 
     def restart_peak(self) -> None:
         """Start a new peak at the current bytes."""
@@ -144,11 +137,9 @@ def _attention(query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_caus
     return int(4 * batch * heads * tokens * key.shape[-2] * head_dim // (2 if is_causal else 1))
 
 
-def _attention_backward(
-    gradient: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, dropout_p: Any, is_causal: Any, **_: Any
-) -> int:
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *rest: Any, **_: Any) -> int:
     """Count five products, one of which recomputes the scores."""
-    return _attention(query, key, value, dropout_p, is_causal) * 5 // 2
+    return _attention(query, key, value, *rest) * 5 // 2
 
 
 def _grouped(left: Any, right: Any, *_: Any, **__: Any) -> int:

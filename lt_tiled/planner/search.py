@@ -29,10 +29,8 @@ _LADDER: tuple[tuple[LossShards | None, Tiling | None, ActivationCheckpointing |
 """Policies in the order of the time that they cost. Tiles cost none, but for the host."""
 
 
-def longest(job: Job, memory: int, tokens: int | None = None) -> Plan:
+def longest(job: Job, memory: int) -> Plan:
     """Return the plan of the longest sequence, within 2 %, whose step fits into ``memory`` bytes.
-
-    ``tokens`` is the first sequence length to try.
 
     Raises:
         DoesNotFitError: If not even the shortest sequence fits.
@@ -43,21 +41,18 @@ def longest(job: Job, memory: int, tokens: int | None = None) -> Plan:
             f"{SHORTEST} tokens already take {gib(low.peak)}, more than {gib(memory)}: use more memory or devices."
         )
     high = LIMIT
-    length = tokens or job.tokens
     while high - low.tokens > max(SHORTEST, CLOSE * low.tokens):
-        # 1. Try a multiple between what fits and what does not.
-        length = min(max(length // SHORTEST * SHORTEST, low.tokens + SHORTEST), high - SHORTEST)
-        found = plan(job, length)
+        # Four times as much until a length does not fit, then the middle of what fits and what does not.
+        middle = (low.tokens + high) // 2 // SHORTEST * SHORTEST
+        found = plan(job, min(4 * low.tokens, middle))
         if found.peak <= memory:
             low = found
         else:
-            high = length
-        # 2. Go on with four times as much until a length does not fit, then with the middle.
-        length = 4 * length if high == LIMIT else (low.tokens + high) // 2
+            high = found.tokens
     return low
 
 
-def cheapest(job: Job, memory: int, tokens: int) -> Plan:
+def cheapest(job: Job, memory: int, tokens: int | None = None) -> Plan:
     """Return the plan of the first settings that fit into ``memory`` bytes, in the order of the time that they cost.
 
     Raises:
@@ -69,6 +64,6 @@ def cheapest(job: Job, memory: int, tokens: int) -> Plan:
         if found.peak <= memory:
             return found
     raise DoesNotFitError(
-        f"{tokens} tokens do not fit into {gib(memory)} with any settings: they take {gib(found.peak)} with {settings}."
-        " Give more devices, more memory or a shorter sequence length."
+        f"{found.tokens} tokens do not fit into {gib(memory)} with any settings: they take {gib(found.peak)} with"
+        f" {settings}. Give more devices, more memory or a shorter sequence length."
     )

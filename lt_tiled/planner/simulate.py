@@ -20,7 +20,7 @@ from lt_tiled._log import quiet
 from lt_tiled._prepare import AppliesPolicies, Prepared
 from lt_tiled.offload.offloader import OffloadStats
 from lt_tiled.planner.engines import elements, mesh_of, phases, share_weights, trained_weights
-from lt_tiled.planner.fake import fake_offloader, fake_weights, without_memory
+from lt_tiled.planner.fake import fake_offloader, without_memory
 from lt_tiled.planner.job import Job, Settings
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.tiling.cut import tiles_to_run
@@ -59,11 +59,6 @@ class Plan:
         """The bytes of each part at the peak, without empty parts."""
         return self.parts_at(self.peak_at)
 
-    @property
-    def phase(self) -> str:
-        """The phase of the step in which the peak occurs."""
-        return [name for name, start in self.phases.items() if start < self.peak_at][-1]
-
     def parts_at(self, moment: int) -> dict[str, int]:
         """Return the live bytes of each part at a moment, without empty parts."""
         return {part: row[moment] for part, row in self.over_time.items() if row[moment]}
@@ -98,7 +93,6 @@ def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) 
         # 1. What exists before the first step.
         mesh = mesh_of(engine, stack)
         ledger = stack.enter_context(without_memory(module))
-        fake_weights(module, ledger)
         share_weights(engine, module, ledger, mesh)
         prepared = stack.enter_context(_prepare(module, settings, ledger))
         optimizer = _optimizer_of(module, settings.gpu)
@@ -157,12 +151,10 @@ def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
     tiling = settings.tiling
     shared = settings.sequence_parallel
     policies = AppliesPolicies()
-    policies.set_policies(
-        tiling and replace(tiling, self_check=False, compile=False),
-        settings.activation_checkpointing,
-        sequence_parallel=shared and replace(shared, self_check=False),
-    )
+    policies.tiling = tiling and replace(tiling, self_check=False, compile=False)
+    policies.activation_checkpointing = settings.activation_checkpointing
     policies.loss = settings.loss
+    policies.sequence_parallel = shared and replace(shared, self_check=False)
     if shared:
         # What is read of a process group, seen from its first rank, which has the most tokens and heads. The fake
         # implementations of the exchanges communicate nothing.

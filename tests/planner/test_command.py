@@ -23,7 +23,7 @@ def planned(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command prints the parts of the peak, where it occurs, the FLOPs, and whether it fits."""
+    """The command prints the parts of the peak, the settings, the FLOPs, and whether it fits."""
     disk = "--trainer.strategy.init_args.activation_checkpointing=disk"
     text = planned(capsys, "--seq=8192", "--memory=1GiB", "--gpu=a100", disk)
     for expected in (
@@ -32,7 +32,6 @@ def test_prints_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
         " attention ",
         "predicted peak of a rank",
         "ddp, Tiling(), ActivationCheckpointing(offload='disk'",
-        "The peak occurs in the ",
         "TFLOP per step",
         "Speed on a100: ",
         "s per step, bound by ",

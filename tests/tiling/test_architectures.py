@@ -70,4 +70,4 @@ def costs(model: nn.Module, architecture: Architecture) -> tuple[int, int]:
     """FLOPs by torch's formulas and the peak of live bytes, of one step."""
     with LiveBytes() as live:
         run(model, architecture)
-    return live.flops, live.peak
+    return live.work.total(), live.peak
