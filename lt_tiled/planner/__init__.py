@@ -1,7 +1,7 @@
 """Predict the memory and the time of a training step, without weights or a GPU.
 
 NOTE [The parts of the planner]
-* A **job** (``job.py``) is a module and a batch on the meta device, and its **settings**: the policies, the engine, and
+* A **job** (``job.py``) is a module and a batch on the meta device, with its settings: the policies, the engine, and
   what the Trainer sets.
 * A **simulation** (``simulate.py``, ``engines.py``) trains steps of a job with the real module, policies and optimizer
   on **fake tensors** (``fake.py``), which have shapes but no memory.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -71,10 +70,10 @@ def run_plan(
 
 def render(found: Plan, memory: int | None = None, gpu: GPU = "h100") -> str:
     """Return a plan as text; with the ``memory`` of a device in bytes, also whether it fits."""
-    lines = [f"{found.name}, {found.tokens} tokens"]
+    lines = [f"{type(found.job.module).__name__}, {found.tokens} tokens"]
     for part, nbytes in (found.parts | {"predicted peak of a rank": found.peak}).items():
         lines.append(f"  {part:24} {gib(nbytes):>12} {nbytes / found.peak:5.0%}")
-    lines.append(f"Settings: {found.settings}.")
+    lines.append(f"Settings: {found.job.settings()}.")
     forward = found.forward.total() / 1e12
     lines.append(f"FLOPs: {found.flops / 1e12:.3g} TFLOP per step, {forward:.3g} TFLOP in the forward pass.")
     moved = found.offloaded
@@ -82,7 +81,7 @@ def render(found: Plan, memory: int | None = None, gpu: GPU = "h100") -> str:
         lines.append(f"Offloaded: {gib(moved.cpu_bytes)} to CPU memory and {gib(moved.disk_bytes)} to disk per step.")
     speed = predict(found, MACHINES[gpu])
     lines.append(
-        f"Speed on {gpu}: {speed.tokens_per_second:,.0f} tokens per second on {found.settings.engine.ranks} of them,"
+        f"Speed on {gpu}: {speed.tokens_per_second:,.0f} tokens per second on {found.job.engine.ranks} of them,"
         f" {speed.seconds:.3g} s per step, bound by {speed.bound}."
     )
     if memory is not None and found.peak <= memory:
@@ -92,7 +91,7 @@ def render(found: Plan, memory: int | None = None, gpu: GPU = "h100") -> str:
     return "\n".join(lines)
 
 
-def draw_step(found: Plan, path: str | Path, memory: int | None = None) -> None:
+def draw_step(found: Plan, path: str, memory: int | None = None) -> None:
     """Plot memory over a step, stacked by part, in a format of matplotlib such as ``.png``, ``.svg`` or ``.pdf``.
 
     ``memory`` is that of a device in bytes, drawn as a line.

@@ -45,10 +45,10 @@ class Engine:
         return bool(self.zero.get(f"offload_{state}", {}).get("device", "none") != "none")
 
 
-def engine_of(strategy: Any, ranks: int) -> Engine:
-    """Return the engine of a strategy, of Lightning or of this package."""
+def engine_of(strategy: Any, ranks: int, autocast: torch.dtype | None) -> Engine:
+    """Return the engine of a strategy, of Lightning or of this package, for mixed precision in a dtype."""
     if is_a(strategy, "FSDPStrategy"):
-        return Engine("fsdp", ranks)
+        return Engine("fsdp", ranks, mixed=autocast)
     if is_a(strategy, "ModelParallelStrategy"):
         return Engine("fsdp2", ranks)
     if is_a(strategy, "DeepSpeedStrategy"):  # which is DDP's, too

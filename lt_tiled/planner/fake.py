@@ -129,7 +129,15 @@ class FakeLedger(Ledger):
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, also where torch's fake kernels lack something."""
         self._made.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.part())  # its node is the last one
-        self._name_exchanged(func.name(), args, kwargs)
+        # 1. Name the buffers of FSDP's collectives, and the weights that it gathers.
+        if func.name() == "fsdp::all_gather_copy_in":  # inputs, output
+            self.name(args[1], "gathered")
+        elif func.name() == "fsdp::split_with_sizes_copy":  # from the output to weights
+            self.name(kwargs["out"], "gathered")
+        elif func.name() == "c10d::_reduce_scatter_base_":  # output, input
+            self.name(args[0], "gradients")
+            self.name(args[1], "communication")
+        # 2. Run it.
         if func is aten._local_scalar_dense.default and not self._running:  # a training step may read its loss
             return 1.0 if args[0].is_floating_point() else 1
         if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel demands bfloat16
@@ -139,16 +147,6 @@ class FakeLedger(Ledger):
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise SimulationError(f"{func} needs the values of tensors, which a simulation does not have.") from error
-
-    def _name_exchanged(self, operator: str, args: Any, kwargs: Any) -> None:
-        """Name the buffers of FSDP's collectives, and the weights that it gathers."""
-        if operator == "fsdp::all_gather_copy_in":  # inputs, output
-            self.name(args[1], "gathered")
-        elif operator == "fsdp::split_with_sizes_copy":  # from the output to weights
-            self.name(kwargs["out"], "gathered")
-        elif operator == "c10d::_reduce_scatter_base_":  # output, input
-            self.name(args[0], "gradients")
-            self.name(args[1], "communication")
 
 
 def fake_offloader(name: Callable[[Tensor], None], policy: ActivationCheckpointing, _: int | None) -> Offloader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,9 +26,11 @@ _DTYPES = {"32": torch.float32, "64": torch.float64, "bf16": torch.bfloat16, "16
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of a step: policies as in a strategy, the engine and its ranks, and what the Trainer sets."""
+class Job:
+    """What a run trains, and how: a module and a batch on the meta device, and what its strategy and Trainer set."""
 
+    module: LightningModule
+    batch: Any
     tiling: Tiling | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
     loss: LossShards | None = None
@@ -39,28 +41,18 @@ class Settings:
     accumulate: int = 1  # batches per optimizer step
     gpu: bool = False  # where the optimizer updates all weights at once
 
-    def __str__(self) -> str:
+    def settings(self) -> str:
         """Return one line: the engine, and policies with the fields that are not their defaults."""
         text = self.engine.name
         if self.engine.ranks > 1:
             text += f" over {self.engine.ranks} ranks"
-        for policy in (self.tiling, self.activation_checkpointing, self.sequence_parallel):
-            if policy is not None:
-                kind = type(policy)
-                changed = [f"{name}={value!r}" for name, value in vars(policy).items() if value != getattr(kind, name)]
-                text += f", {kind.__name__}({', '.join(changed)})"
+        for policy in filter(None, (self.tiling, self.activation_checkpointing, self.sequence_parallel)):
+            kind = type(policy)
+            changed = [f"{name}={value!r}" for name, value in vars(policy).items() if value != getattr(kind, name)]
+            text += f", {kind.__name__}({', '.join(changed)})"
         if self.loss:
             text += ", tiled loss"
         return text
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a run trains, and how: a module and a batch on the meta device, and what its Trainer and strategy do."""
-
-    module: LightningModule
-    batch: Any
-    settings: Settings
 
 
 def make_job(
@@ -92,26 +84,26 @@ def make_job(
     with torch.device("meta"):
         module.setup("fit")
         module.configure_model()
-    module.to(settings.dtype)
+    module.to(settings["dtype"])
     silence(module)
     # 3. A batch.
     batch = first_batch(module, datamodule)
     batch = apply_to_collection(batch, Tensor, lambda t: torch.empty_like(t, device="meta"))
-    return Job(module, batch, settings)
+    return Job(module, batch, **settings)
 
 
-def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
-    """Return what the arguments of a Trainer, its strategy and its callbacks set."""
+def _settings(trainer: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Return the fields of a job that the arguments of a Trainer, its strategy and its callbacks set."""
     # 1. The policies are those of the strategy, or else of callbacks.
     strategy = trainer.get("strategy", "auto")
     if isinstance(strategy, str) and strategy != "auto":
         strategy = StrategyRegistry.get(strategy)
-    policies = dict[str, Any]()
+    result = dict[str, Any]()
     for owner in tree_leaves([strategy, trainer.get("callbacks")]):
         if isinstance(owner, AppliesPolicies):
             for name in ("tiling", "activation_checkpointing", "loss", "sequence_parallel"):
-                policies[name] = policies.get(name) or getattr(owner, name)
-    if shared := policies.get("sequence_parallel"):
+                result[name] = result.get(name) or getattr(owner, name)
+    if shared := result.get("sequence_parallel"):
         check_size(shared.size, ranks)
     # 2. The precision: FSDP casts the weights that it gathers, and DeepSpeed all, in the place of autocast.
     precision = str(trainer.get("precision") or "32")
@@ -123,21 +115,17 @@ def _settings(trainer: Mapping[str, Any], ranks: int) -> Settings:
     if dtype.itemsize == 2 and kind != "true":
         autocast = dtype
         dtype = torch.float32
-    engine = engine_of(strategy, ranks)
+    engine = engine_of(strategy, ranks, autocast)
     if engine.name == "fsdp":
-        engine = replace(engine, mixed=autocast)
         autocast = None
     elif autocast is not None and engine.stage:
         dtype = autocast
         autocast = None
-    return Settings(
-        **policies,
-        engine=engine,
-        dtype=dtype,
-        autocast=autocast,
-        accumulate=int(trainer.get("accumulate_grad_batches") or 1),
-        gpu=trainer.get("accelerator", "auto") not in ("cpu", "mps"),
-    )
+    result |= {"engine": engine, "dtype": dtype, "autocast": autocast}
+    # 3. What else the Trainer sets.
+    result["accumulate"] = int(trainer.get("accumulate_grad_batches") or 1)
+    result["gpu"] = trainer.get("accelerator", "auto") not in ("cpu", "mps")
+    return result
 
 
 def _ranks(trainer: Mapping[str, Any]) -> int:

@@ -59,11 +59,10 @@ def cheapest(job: Job, memory: int, tokens: int | None = None) -> Plan:
         DoesNotFitError: If none fit.
     """
     for loss, tiling, checkpointing in _LADDER:
-        settings = replace(job.settings, loss=loss, tiling=tiling, activation_checkpointing=checkpointing)
-        found = plan(job, tokens, settings)
+        found = plan(replace(job, loss=loss, tiling=tiling, activation_checkpointing=checkpointing), tokens)
         if found.peak <= memory:
             return found
     raise DoesNotFitError(
         f"{found.tokens} tokens do not fit into {gib(memory)} with any settings: they take {gib(found.peak)} with"
-        f" {settings}. Give more devices, more memory or a shorter sequence length."
+        f" {found.job.settings()}. Give more devices, more memory or a shorter sequence length."
     )

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from lt_tiled._log import quiet
 from lt_tiled._prepare import AppliesPolicies, Prepared
 from lt_tiled.offload.offloader import OffloadStats
-from lt_tiled.planner.engines import elements, mesh_of, phases, share_weights, trained_weights
+from lt_tiled.planner.engines import mesh_of, phases, share_weights
 from lt_tiled.planner.fake import fake_offloader, without_memory
-from lt_tiled.planner.job import Job, Settings
+from lt_tiled.planner.job import Job
 from lt_tiled.planner.ledger import Allocation, Ledger, Work
 from lt_tiled.tiling.cut import tiles_to_run
 from lt_tiled.training_step.step import shape_of, training_loss, with_length
@@ -35,10 +35,9 @@ PARTS = (*_OF_WEIGHTS, "block inputs", "attention", "MLP", "loss", "rest")
 class Plan:
     """The predicted step of one rank: its memory and its work. Moments are numbers of the ledger's events."""
 
-    name: str  # the class of the module
+    job: Job
     sequences: int  # the batch size of a rank, or of the ranks that share a sequence
     tokens: int  # of a sequence
-    settings: Settings
     peak: int  # bytes
     peak_at: int  # the moment of the peak
     phases: dict[str, int]  # the moment at which each phase began
@@ -46,8 +45,6 @@ class Plan:
     forward: Work = field(default_factory=Work)
     backward: Work = field(default_factory=Work)  # with the recompute
     offloaded: OffloadStats = field(default_factory=OffloadStats)
-    weights: int = 0  # the number of weights of the model, on all ranks together
-    trained: int = 0  # the number of those that get gradients
 
     @property
     def flops(self) -> int:
@@ -75,8 +72,8 @@ class Plan:
         return rows
 
 
-def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) -> Plan:
-    """Return the plan of a job; by default for its own sequence length and settings.
+def plan(job: Job, tokens: int | None = None) -> Plan:
+    """Return the plan of a job, by default for its own sequence length.
 
     It simulates two steps: the second is like all that follow, with optimizer state and tiled calls that are known.
 
@@ -84,28 +81,26 @@ def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) 
         SimulationError: If an operation needs values, or the module optimizes manually.
         ValueError: If the batch has no sequences and ``tokens`` is given.
     """
-    settings = settings or job.settings
-    engine = settings.engine
     batch = job.batch if tokens is None else with_length(job.batch, tokens)
     module = copy.deepcopy(job.module)  # it gets fake weights, and FSDP's hooks
     module.trainer = job.module.trainer
     with quiet(), ExitStack() as stack:
         # 1. What exists before the first step.
-        mesh = mesh_of(engine, stack)
+        mesh = mesh_of(job.engine, stack)
         ledger = stack.enter_context(without_memory(module))
-        share_weights(engine, module, ledger, mesh)
-        prepared = stack.enter_context(_prepare(module, settings, ledger))
-        optimizer = _optimizer_of(module, settings.gpu)
-        phase = phases(engine, module, optimizer, ledger)
+        share_weights(job.engine, module, ledger, mesh)
+        prepared = stack.enter_context(_prepare(module, job, ledger))
+        optimizer = _optimizer_of(module, job.gpu)
+        phase = phases(job.engine, module, optimizer, ledger)
         stack.callback(tiles_to_run.reset, tiles_to_run.set(partial(first_two_tiles, ledger)))
         for _ in range(2):
             # 2. The forward pass.
             next(phase)
             fake = apply_to_collection(batch, Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"))
-            with torch.autocast("cpu", settings.autocast, enabled=settings.autocast is not None):
+            with torch.autocast("cpu", job.autocast, enabled=job.autocast is not None):
                 loss = training_loss(module.training_step, module, fake)
             forward = ledger.work.copy()
-            if settings.accumulate == 1:
+            if job.accumulate == 1:
                 optimizer.zero_grad()  # at the same place as Lightning
             # 3. The backward pass.
             next(phase)
@@ -114,15 +109,14 @@ def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) 
             ledger.name([weight.grad for weight in module.parameters()], "gradients")
             # 4. The optimizer's step.
             next(phase)
-            if not engine.offloads("optimizer"):
+            if not job.engine.offloads("optimizer"):
                 optimizer.step()
                 ledger.name(list(optimizer.state.values()), "optimizer")
         # 5. What the second step took.
         moved = prepared.report().offloaded or OffloadStats()
         return Plan(
-            type(module).__name__,
+            job,
             *shape_of(batch),
-            settings,
             ledger.peak,
             ledger.peak_at,
             ledger.phases,
@@ -130,8 +124,6 @@ def plan(job: Job, tokens: int | None = None, settings: Settings | None = None) 
             forward,
             ledger.work - forward,
             OffloadStats(moved.cpu_bytes // 2, moved.disk_bytes // 2),  # of two steps
-            elements(job.module.parameters()),
-            elements(trained_weights(job.module)),
         )
 
 
@@ -146,14 +138,14 @@ def _optimizer_of(module: LightningModule, gpu: bool) -> torch.optim.Optimizer:
     return strategy.optimizers[0]
 
 
-def _prepare(model: nn.Module, settings: Settings, ledger: Ledger) -> Prepared:
+def _prepare(model: nn.Module, job: Job, ledger: Ledger) -> Prepared:
     """Apply the policies, without the self-checks, which need values."""
-    tiling = settings.tiling
-    shared = settings.sequence_parallel
+    tiling = job.tiling
+    shared = job.sequence_parallel
     policies = AppliesPolicies()
     policies.tiling = tiling and replace(tiling, self_check=False, compile=False)
-    policies.activation_checkpointing = settings.activation_checkpointing
-    policies.loss = settings.loss
+    policies.activation_checkpointing = job.activation_checkpointing
+    policies.loss = job.loss
     policies.sequence_parallel = shared and replace(shared, self_check=False)
     if shared:
         # What is read of a process group, seen from its first rank, which has the most tokens and heads. The fake

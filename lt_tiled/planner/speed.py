@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lt_tiled.planner.engines import elements, trained_weights
 from lt_tiled.planner.ledger import Work
 from lt_tiled.planner.simulate import Plan
 
@@ -56,21 +57,23 @@ class Speed:
 
 def predict(plan: Plan, machine: Machine) -> Speed:
     """Return the speed of a simulated step: see NOTE [Predicted time]."""
-    settings = plan.settings
-    engine = settings.engine
+    job = plan.job
+    engine = job.engine
+    weights = elements(job.module.parameters())
+    trained = elements(trained_weights(job.module))
     # 1. Bytes that the engine exchanges: the share of its collectives that leaves a rank.
-    away = (engine.mixed or settings.dtype).itemsize * (1 - 1 / engine.ranks)
-    reduced = plan.trained * away
+    away = (engine.mixed or job.dtype).itemsize * (1 - 1 / engine.ranks)
+    reduced = trained * away
     gathered = 0.0
     if engine.name in ("fsdp", "fsdp2", "zero3"):
-        gathered = plan.weights * away
+        gathered = weights * away
     elif engine.name == "ddp":
         reduced *= 2
     # 2. Bytes that are offloaded in each pass. Those to a disk pass PCIe as well.
     disk = plan.offloaded.disk_bytes
     moved = plan.offloaded.cpu_bytes + disk
     if engine.offloads("param"):
-        moved += plan.weights * settings.dtype.itemsize // engine.ranks
+        moved += weights * job.dtype.itemsize // engine.ranks
 
     def needs(work: Work, exchanged: float) -> dict[str, float]:
         """Return the seconds for which a pass needs each resource."""
@@ -88,16 +91,16 @@ def predict(plan: Plan, machine: Machine) -> Speed:
     state = parts.get("weights", 0) + parts.get("optimizer", 0)
     update = (2 * state + parts.get("gradients", 0)) / machine.memory / 1e9
     if engine.offloads("optimizer"):
-        update = plan.trained / engine.ranks / CPU_ADAM
+        update = trained / engine.ranks / CPU_ADAM
     if engine.name in ("zero1", "zero2"):  # these gather the updated weights
-        update = max(update, plan.trained * away / machine.network / 1e9)
+        update = max(update, trained * away / machine.network / 1e9)
     # 4. The slowest bounds its pass, and the slowest of all the step.
-    slowest = {"the optimizer": update / settings.accumulate}
+    slowest = {"the optimizer": update / job.accumulate}
     for resource in forward:
         slowest[resource] = max(forward[resource], backward[resource])
-    seconds = settings.accumulate * (max(forward.values()) + max(backward.values())) + update
-    tokens = plan.tokens * plan.sequences * settings.accumulate * engine.ranks
-    if settings.sequence_parallel:
-        tokens //= settings.sequence_parallel.size
+    seconds = job.accumulate * (max(forward.values()) + max(backward.values())) + update
+    tokens = plan.tokens * plan.sequences * job.accumulate * engine.ranks
+    if job.sequence_parallel:
+        tokens //= job.sequence_parallel.size
     bound = max(slowest, key=lambda resource: slowest[resource])
     return Speed(seconds, bound, tokens / seconds)

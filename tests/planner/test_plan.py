@@ -16,7 +16,7 @@ from lt_tiled import ActivationCheckpointing, TiledDeepSpeedStrategy, TiledSingl
 from lt_tiled.errors import DoesNotFitError, SimulationError
 from lt_tiled.lm import CausalLM, TextFiles
 from lt_tiled.planner import simulate
-from lt_tiled.planner.job import Job, Settings, make_job
+from lt_tiled.planner.job import Job, make_job
 from lt_tiled.planner.search import cheapest, longest
 from lt_tiled.planner.simulate import Plan, plan
 from tests.lit import LitTiny
@@ -58,16 +58,16 @@ def test_parts_are_the_peak(found: Plan) -> None:
 def test_flops_are_exact() -> None:
     """Recompute adds one forward of the blocks to the FLOPs, tiles and a tiled loss nothing."""
     base = job()
-    recomputed = Settings(activation_checkpointing=ActivationCheckpointing())
-    plain = plan(base, 2048, Settings()).flops
-    recompute = plan(base, 2048, recomputed).flops
+    recomputed = replace(base, tiling=None, activation_checkpointing=ActivationCheckpointing())
+    plain = plan(replace(recomputed, activation_checkpointing=None), 2048).flops
+    recompute = plan(recomputed, 2048).flops
     head = 3 * 2 * 2048 * LLAMA["hidden_size"] * LLAMA["vocab_size"]
     layers = PLANNED["num_hidden_layers"]
     last = layers * 2 * 2048 * LLAMA["intermediate_size"] * LLAMA["hidden_size"]  # whose value no backward needs
     attention = layers * 4 * 2048 * 2048 * LLAMA["hidden_size"] // 2
     forward = (plain - head - attention * 7 // 2) // 3
     assert recompute - plain == forward + attention - last
-    assert plan(base, 2048, replace(recomputed, tiling=Tiling(8), loss=4)).flops == recompute
+    assert plan(replace(recomputed, tiling=Tiling(8), loss=4), 2048).flops == recompute
 
 
 def test_two_tiles_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,12 +110,13 @@ def test_cheapest() -> None:
     are none.
     """
     base, tokens = job(), 8192
-    lavish = cheapest(base, plan(base, tokens, Settings()).peak, tokens).settings
+    plain = replace(base, tiling=None, activation_checkpointing=None)
+    lavish = cheapest(base, plan(plain, tokens).peak, tokens).job
     assert (lavish.tiling, lavish.activation_checkpointing) == (None, None)
-    memory = plan(base, tokens, Settings(activation_checkpointing=ActivationCheckpointing())).peak * 3 // 4
+    memory = plan(replace(plain, activation_checkpointing=ActivationCheckpointing()), tokens).peak * 3 // 4
     tight = cheapest(base, memory, tokens)
-    assert tight.settings.tiling is not None
-    assert tight.settings.activation_checkpointing == ActivationCheckpointing(keep="attention")
+    assert tight.job.tiling is not None
+    assert tight.job.activation_checkpointing == ActivationCheckpointing(keep="attention")
     assert tight.peak <= memory
     with pytest.raises(DoesNotFitError, match=r"8192 tokens do not fit into 1.0 MiB with any .*Give more devices"):
         cheapest(base, MIB, tokens)
@@ -163,7 +164,7 @@ def test_precision(precision: str | None, weights: int, autocast: torch.dtype | 
     """Weights have the dtype of the precision, and mixed precision runs under autocast; another one is refused."""
     base = job(precision=precision)
     numbers = sum(p.numel() for p in base.module.parameters())
-    assert base.settings.autocast == autocast
+    assert base.autocast == autocast
     assert plan(base).parts["weights"] == pytest.approx(weights * numbers, rel=0.01)
     with pytest.raises(ValueError, match="precision='transformer-engine' cannot be planned: set it to one of 32"):
         job(precision="transformer-engine")
@@ -220,7 +221,7 @@ def test_what_people_write() -> None:
 def test_devices(devices: Any, ranks: int, caplog: pytest.LogCaptureFixture) -> None:
     """Ranks are counted however the Trainer takes devices; what is not known is one, which is said."""
     with caplog.at_level("WARNING", "lt_tiled"):
-        assert job(TiledDeepSpeedStrategy(stage=3), devices=devices).settings.engine.ranks == ranks
+        assert job(TiledDeepSpeedStrategy(stage=3), devices=devices).engine.ranks == ranks
     assert ("say how many with --devices" in caplog.text) == (devices == "auto")
 
 
