@@ -113,7 +113,7 @@ class FakeLedger(Ledger):
         node: Any = torch._C._current_autograd_node()  # None in a forward pass
         if node is None:
             return self.outside
-        return self._made.get(node._sequence_nr(), self.outside)
+        return self._made.get(node._sequence_nr(), "gradients")  # of a node that accumulates a weight's gradient
 
     def enter(self, module: nn.Module, args: Any) -> None:
         above = self._running[-1] if self._running else None
