@@ -105,15 +105,16 @@ class KeepMode(TorchDispatchMode):
             stored: Any = tensor.detach()
             if self.offloader is not None:
                 stored = self.offloader.pack(stored, self.block, kept=True)
-        return partial(self._unpack, stored, version_of(tensor))
+        return partial(self._unpack, self.offloader, stored, version_of(tensor))
 
-    def _unpack(self, tensor: Any, version: int) -> Tensor:
+    @staticmethod  # a reference to the mode would be a cycle, which keeps its values until the next collection
+    def _unpack(offloader: Offloader | None, tensor: Any, version: int) -> Tensor:
         if isinstance(tensor, Tensor) and version_of(tensor) != version:
             raise RuntimeError(
                 f"An output of shape {list(tensor.shape)} that a block keeps was changed in place after its operator."
                 " Make the change out of place, or name other operators in ActivationCheckpointing(keep=...)."
             )
-        loaded: Tensor = tensor if self.offloader is None else self.offloader.unpack(tensor)
+        loaded: Tensor = tensor if offloader is None else offloader.unpack(tensor)
         return loaded.detach()
 
 
