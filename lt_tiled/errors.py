@@ -17,7 +17,7 @@ class NotPositionWiseError(ValueError):
     """Tiles would change a module's results, because its outputs are not computed token by token."""
 
 
-REMEDY = "Remove it from targets (or do not call tile() on it), or tile its position-wise part."
+REMEDY = "Remove it from targets, untile() it, or tile its position-wise part."
 
 
 class SimulationError(RuntimeError):

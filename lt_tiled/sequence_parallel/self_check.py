@@ -48,7 +48,7 @@ class Check:
     found: Found = field(default_factory=lambda: Found(list))
 
     def run(self, call: Call, forward: Callable[..., Any], whole: bool) -> Found:
-        """Run a call, and return what it found, with its floating-point outputs; with labels the first, the loss."""
+        """Run a call; return what blocks noted, and its floating-point outputs: with labels the loss alone."""
         self.whole = whole
         self.found = Found(list)
         leaves = pytree.tree_leaves(call.run(forward))
@@ -78,9 +78,9 @@ def run_block(name: str, call: Call, inner: Callable[..., Any], state: UlyssesSt
         call = call.cut(name, state.total, state.own)
     if check is None or call.tokens is None:
         return call.run(inner)
-    # 1. The hidden states, and two gradients of the input: for a direction, theirs with the channels reversed because
-    # the gradient of their own would be zero behind a norm, and for none, which is that of a loss that the block
-    # attaches, averaged by the ranks. Each is of its own run: engines free weights behind a backward pass.
+    # 1. The hidden states, and two gradients of the input. One is for the hidden states with reversed channels: for
+    # themselves it would be zero behind a norm. The other is for zeros: that of a loss that the block attaches, which
+    # the ranks average. Each has a run of its own, because engines free weights after a backward pass.
     graph = check.gradients and call.tokens.is_floating_point()
     ranks = 1 if state is None else state.group.size()
     with torch.set_grad_enabled(graph), turned_off(module, BlockPatch), _as_it_was(module, module.training):
@@ -171,9 +171,9 @@ def _problem(module: nn.Module, size: int, whole: Found, shared: Found) -> str:
             error = float(difference.norm() / true.double().nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-30))
             if not error <= tolerance:
                 return (
-                    f"{name} has {what} when {size} ranks share the sequence (relative difference {error:.1e}). It, or"
-                    " the code in front of it, mixes tokens outside of attention, or computes positions or a scale from"
-                    f" the number of its tokens. {_REMEDY}"
+                    f"{name} has {what} when {size} ranks share the sequence (relative difference {error:.1e} of"
+                    f" {tolerance:.0e}): it, or code before it, mixes tokens outside of attention, or counts them."
+                    f" {_REMEDY}"
                 )
     return ""
 

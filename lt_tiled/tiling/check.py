@@ -82,8 +82,8 @@ def check_position_wise(call: TiledCall, inputs: Sequence[Tensor], passed: set[H
                 if isinstance(error, torch.OutOfMemoryError | MemoryError):
                     raise
                 raise NotPositionWiseError(
-                    f"{call.name} fails when it is given a few of its tokens: {error}. Arguments that broadcast over"
-                    f" tokens must be expanded to all of them before the call. {REMEDY}"
+                    f"{call.name} fails when it is given a few of its tokens: {error}. Expand arguments that broadcast"
+                    f" over tokens before the call. {REMEDY}"
                 ) from error
     passed.add(kind)
 
@@ -224,8 +224,8 @@ class _Check(TorchDispatchMode):
         # 5. Gradients. A loss that the module attaches has one, whatever those of its outputs are.
         if any(map(norm, self._gradients(outputs, list(map(torch.zeros_like, outputs))))):
             self._refuse(
-                "has gradients that do not come from its output, such as those of a loss that it attaches itself, which"
-                " each tile would attach again. Return the loss as an output instead."
+                "has gradients that do not come from its output, such as those of a loss that it attaches: each tile"
+                " would attach it. Return it as an output."
             )
         given = [torch.randn(output.shape, device=output.device).to(output.dtype) for output in outputs]
         gradients = self._gradients(outputs, given)
@@ -260,16 +260,16 @@ class _Check(TorchDispatchMode):
             self._refuse_changes()
             self._refuse(
                 f"is not position-wise: its {what} for {self.tokens.count} tokens differs by"
-                f" {difference / max(size, 1e-30):.1e} in tiles (relative; rounding explains {bound:.0e}). Pass"
-                " self_check=False only if you know why it differs."
+                f" {difference / max(size, 1e-30):.1e} in tiles (relative; rounding explains {bound:.0e}). If you know"
+                " why, pass self_check=False."
             )
 
     def _refuse_changes(self) -> None:
         changes = self.before ^ held(self.call.function.parts, self.others, value_of)
         if changes:
             self._refuse(
-                f"changes {min(label for label, _, _ in changes)} in its forward, which would be changed once for each"
-                " tile, and again in the recompute. Return it as an output instead."
+                f"changes {min(label for label, _, _ in changes)} in its forward, which each tile and its recompute"
+                " would change again. Return it as an output."
             )
 
     def _refuse(self, problem: str) -> None:

@@ -111,12 +111,8 @@ class GradientSum:
             total = mine()
             gradient = leaf.grad
             leaf.grad = None
-            if total is None or gradient is None:
-                return
-            if total.sum is None:
+            if total is not None and gradient is not None:
                 total.add(gradient)
-            else:
-                total.sum.add_(gradient)
 
         self.leaf.register_post_accumulate_grad_hook(take_gradient)
 
@@ -174,7 +170,6 @@ def check_leaves(ends: Iterable[Tensor], known: Iterable[Tensor], name: str) -> 
         # The link of an anchor has no elements.
         if isinstance(leaf, Tensor) and leaf.numel() and id(leaf) not in ids:
             raise NotPositionWiseError(
-                f"{name}: its output depends on a tensor of shape {list(leaf.shape)} that is neither one of its"
-                " arguments nor one of its registered parameters or buffers, and would get no gradient. Register it, or"
-                f" pass it as an argument. {REMEDY}"
+                f"{name} depends on a tensor of shape {list(leaf.shape)} that is not among its arguments, parameters"
+                f" and buffers, and would get no gradient. Register it, or pass it. {REMEDY}"
             )

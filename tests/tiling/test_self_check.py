@@ -215,7 +215,7 @@ def test_changes_inside_an_argument_are_refused() -> None:
 def test_arguments_that_broadcast_over_tokens_are_refused(shape: tuple[int, ...]) -> None:
     """Arguments that broadcast along a part of the leading dimensions are refused with the remedy."""
     module = tile(Coded(lambda m, x, scale: m.mlp(x) * scale), num_shards=4)
-    reason = r"Coded(: output 0 .* is not per token| fails when .* must be expanded)"
+    reason = r"Coded(: output 0 .* is not per token| fails when .* Expand arguments)"
     with pytest.raises(NotPositionWiseError, match=reason):
         module(randn(3, 20, H), torch.ones(shape))
 
