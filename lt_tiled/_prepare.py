@@ -61,7 +61,7 @@ class AppliesPolicies:
             self.prepared.append(Prepared(model, self))
 
     def modules_of(self, policy: Any, find: Callable[[Any], list[Any]]) -> list[Any]:
-        """Return the modules that a policy names. Warn, and raise only if these are strict, where it finds nothing."""
+        """Return the modules that a policy names. Where it finds nothing, warn, or raise if the policies are strict."""
         if policy is None:
             return []
         try:

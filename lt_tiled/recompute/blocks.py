@@ -88,15 +88,15 @@ class BlockPatch(Patch):
 
 def offloading(offloader: Offloader, block: str, tensors: Sequence[Tensor]) -> saved_tensors_hooks:
     """Return hooks that offload the hidden states among the inputs of a call: see NOTE [What is offloaded]."""
-    shapes: list[torch.Size] = []
+    shape: torch.Size | None = None
     for tensor in tensors:
         is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        if tensor.requires_grad and not is_weight and tensor.dim() > 1:
-            shapes.append(tensor.shape)
+        if tensor.requires_grad and not is_weight and tensor.dim() > 1 and shape is None:
+            shape = tensor.shape
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
-        return offloader.pack(tensor, block) if tensor.shape in shapes[:1] else tensor
+        return offloader.pack(tensor, block) if tensor.shape == shape else tensor
 
     return saved_tensors_hooks(pack, torch.compiler.disable(offloader.unpack))
 

@@ -32,7 +32,7 @@ class Call:
 
     @cached_property
     def tokens(self) -> Any:
-        """Token ids ``[B, S]`` or hidden states ``[B, S, H]``: or the first tensor if none has a known name."""
+        """Token ids ``[B, S]`` or hidden states ``[B, S, H]``; if no argument has a known name, the first tensor."""
         for name in ("input_ids", "inputs_embeds", *self.arguments):
             for leaf in pytree.tree_leaves(self.arguments.get(name)):
                 if isinstance(leaf, Tensor) and leaf.dim() >= 2:

@@ -100,11 +100,10 @@ class UlyssesState:
         places = torch.arange(begin, begin + count, device=x.device)
         return x.index_select(dim, places.clamp(max=self.total - 1))
 
-    def gathered(self, x: Tensor, dim: int = 1) -> Tensor:
+    def gathered(self, x: Tensor) -> Tensor:
         """Return all tokens: ``[B, length, ...]`` becomes ``[B, S, ...]``."""
-        dim %= x.dim()
-        everything: Tensor = all_gather(x, name_of(self.group))
-        return everything.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.total)
+        everything: Tensor = all_gather(x, name_of(self.group))  # [n, B, length, ...]
+        return everything.movedim(0, 1).flatten(1, 2).narrow(1, 0, self.total)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,11 +114,11 @@ class Door:
     """The name of the model in messages."""
     policy: SequenceParallel
     group: Any
-    """The ranks that share each sequence; ``None`` if nothing is going to run."""
+    """The ranks that share each sequence; in a simulation, a stand-in for them."""
     caller: nn.Module | None
     """The module that calls the blocks; ``None`` if the policy names the module."""
     blocks: Sequence[tuple[str, nn.Module]]
-    """The modules, with their paths, from whose first to whose last one a pass is shared."""
+    """The modules with their paths: a pass is shared from the first one to the last."""
     finds_attention: bool = True
     """Whether the model calls ``F.scaled_dot_product_attention`` itself."""
     hand_written: bool = True
@@ -127,7 +126,7 @@ class Door:
     lengths: Sequence[int] = ()
     """Numbers of tokens above which the model may compute otherwise."""
     checked: dict[bool, int] = field(default_factory=dict)
-    """How many of these lengths checked sequences were beyond, for each training mode."""
+    """For each training mode, how many of these lengths a checked sequence exceeded."""
 
     def state(self, total: int, **known: Any) -> UlyssesState:
         """Return the state of a forward pass on so many tokens."""

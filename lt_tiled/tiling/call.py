@@ -71,7 +71,7 @@ class TileFunction:
     parts: Sequence[nn.Module]
     """The modules that hold its weights, with their submodules, in the order in which they run."""
     inside: Sequence[nn.Module]
-    """Those whose hooks see tiles, without those of a norm: hooks of a module that runs by its forward see all."""
+    """Those whose hooks would see tiles, apart from a norm's. Hooks of a module that runs by its forward see all."""
     key: Hashable
     """Tells the functions of one tiled module apart."""
     name: str

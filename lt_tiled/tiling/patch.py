@@ -51,7 +51,7 @@ _OF_ENGINES = ("torch.", *ENGINES)
 """Packages whose hooks compute weights or follow modules."""
 
 
-# Setting patches, and removing them
+# Setting patches, and finding them
 
 
 def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: object) -> TiledPatch:
