@@ -63,7 +63,7 @@ def fingerprint(tensor: Tensor, rows: int = ROWS) -> Tensor:
     Flags and indices give integers, which have no rounding, and others float32 or float64.
     """
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+        tensor = torch.view_as_real(tensor.resolve_conj())
     exact = not tensor.is_floating_point()
     some = tensor.detach()
     width = tensor.shape[-1] if tensor.dim() > 1 else 1

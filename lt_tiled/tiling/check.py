@@ -216,6 +216,7 @@ class _Check(TorchDispatchMode):
         function.plans[few.kind] = find_plan(few, self.inputs)  # which runs one with a graph, to its end
         with self:
             of_tiles = pytree.tree_leaves(run_tiled(few, self.inputs))
+        self._refuse_changes()  # here without a graph, which the recompute makes again
         for index, (whole, own) in enumerate(zip(outputs, of_tiles, strict=True)):
             same = whole.shape == own.shape and whole.requires_grad <= own.requires_grad
             if not same or not torch.equal(whole.isfinite(), own.isfinite()):
@@ -257,7 +258,6 @@ class _Check(TorchDispatchMode):
         bound = max(TOLERANCE.get(dtype, 0.0) for dtype in self.dtypes)
         noise = _FLOOR * sum(map(norm, filter(torch.is_floating_point, sources)))
         if difference > bound * max(size, noise):
-            self._refuse_changes()
             self._refuse(
                 f"is not position-wise: its {what} for {self.tokens.count} tokens differs by"
                 f" {difference / max(size, 1e-30):.1e} in tiles (relative; rounding explains {bound:.0e}). If you know"

@@ -57,6 +57,7 @@ EFFECTS: dict[str, tuple[What, str]] = {
     "attaches a mean": (lambda module, y: AttachedLoss.apply(y, y.square().mean()), ATTACHES),
     "attaches a loss of a weight": (lambda module, y: AttachedLoss.apply(y, module.up.weight.abs().mean()), ATTACHES),
     "keeps a loss": (setting("loss", lambda module, y: y.mean()), f"{CHANGES}loss"),
+    "keeps a loss of a weight": (setting("loss", lambda module, y: module.up.weight.abs().mean()), f"{CHANGES}loss"),
     "keeps a loss in a list": (lambda module, y: module.list.append(y.mean()), f"{CHANGES}list"),
     "keeps a loss in a list of a dict": (lambda module, y: module.dict["nested"].append(y.mean()), f"{CHANGES}dict"),
     "keeps a value": (setting("loss", lambda module, y: y.mean().detach()), f"{CHANGES}loss"),
