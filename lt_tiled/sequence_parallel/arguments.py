@@ -84,6 +84,8 @@ def token_dims(owner: str, name: str, tensor: Tensor, total: int, masks: bool) -
     padding = tensor.dim() == 4 and tensor.shape[-2:] == (1, total)
     if name.startswith(DOCUMENTS):
         return []
+    if len(dims) > 1 and name.startswith("position_embeddings"):
+        return [tensor.dim() - 2]  # rotary tables [B, S, D]
     if "mask" in name or padding or (numbers and tensor.shape[-2:] == (total, total)):
         return dims if masks else []
     if len(dims) > 1 and numbers:

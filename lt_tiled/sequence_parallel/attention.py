@@ -12,6 +12,7 @@ from functools import update_wrapper
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lt_tiled.sequence_parallel.exchange import over_heads
@@ -19,6 +20,7 @@ from lt_tiled.sequence_parallel.ulysses import UlyssesState, shared_pass
 
 ATTENTION = {"query": "heads", "key": "key_heads", "value": "key_heads", "sinks": "vector"}
 """The tensors of attention, and what their entries belong to."""
+SDPA = F.scaled_dot_product_attention
 
 
 class ReplacedFunction:

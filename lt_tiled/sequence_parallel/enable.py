@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.backends import mha
 
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
@@ -40,6 +41,8 @@ def enable(door: Door, undo: ExitStack) -> None:
         share_interface(undo)
     if door.finds_attention:
         replace(vars(F), "scaled_dot_product_attention", sdpa, undo)
+        # A kernel for evaluation, in which nn.MultiheadAttention and layers of it do not call that function.
+        replace(vars(mha), "get_fastpath_enabled", lambda *_: False, undo)
     # 2. The model that calls them.
     if caller is not None:
         leave_out_caches(caller, undo)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lt_tiled.sequence_parallel.attention import attend, mask_of_all, replace, sdpa
+from lt_tiled.sequence_parallel.attention import SDPA, attend, mask_of_all, replace, sdpa
 from lt_tiled.sequence_parallel.exchange import next_exchange, over_heads
 from lt_tiled.sequence_parallel.groups import all_gather, name_of
 from lt_tiled.sequence_parallel.ulysses import UlyssesState
@@ -103,7 +103,6 @@ _MASKS = ("causal", "sliding_window_causal", "chunked_causal", "recurrent_attent
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f"create_{kind}_mask": mask_of_all for kind in _MASKS},
     "eager_attention_forward": attend,
-    "scaled_dot_product_attention": sdpa,
     "torch_chunk_gated_delta_rule": partial(_rule, DELTA),
     "chunk_kimi_delta_attention": partial(_rule, DELTA),
     "mamba2_chunk_scan": partial(_rule, SCAN),
@@ -128,5 +127,7 @@ def replace_functions(modules: Iterable[nn.Module], undo: ExitStack) -> None:
                 "The state of Mamba 1 has no heads that ranks could share: use Mamba 2, or sequence_parallel=1 with"
                 " activation_checkpointing='cpu'."
             )
-        for name in FUNCTIONS.keys() & table.keys():
-            replace(table, name, FUNCTIONS[name], undo)
+        for name, function in list(table.items()):
+            run = sdpa if function is SDPA else FUNCTIONS.get(name)  # imported from torch under any name
+            if run is not None:
+                replace(table, name, run, undo)

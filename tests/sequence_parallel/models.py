@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as from_torch
 
 from lt_tiled import shared_attention, tiled_linear_cross_entropy
 from tests.models import WIDE, GatedMLP, H
@@ -137,6 +138,14 @@ class OwnAttention(GPT):
         super().__init__()
         for block in self.blocks:
             block.attention.function = shared_attention(softmax_attention) if shared else softmax_attention
+
+
+class Imported(GPT):
+    """A GPT with torch's attention by a name of its own in every other block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].attention.function = lambda *args, **options: from_torch(*args, **options)
 
 
 class WithBody(nn.Module):

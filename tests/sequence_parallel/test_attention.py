@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.backends import mha
 
 import lt_tiled
 from tests.parity import EXACT
-from tests.sequence_parallel.cases import WINDOW, Case, labeled, no_labels, packed, padded
+from tests.sequence_parallel.cases import WINDOW, Case, encoder, labeled, no_labels, packed, padded
 from tests.sequence_parallel.hybrids import causal
 from tests.sequence_parallel.models import ids
 from tests.sequence_parallel.runs import shared
@@ -100,6 +102,23 @@ def test_documents_of_kernels(labels: bool, world: World) -> None:
     for error, exchanges, refused in world(shared_documents, labels):
         assert refused == ""
         assert exchanges
+        assert error < EXACT
+
+
+def evaluated() -> float:
+    """The error of layers that torch computes in one kernel in evaluation, and undo what lets them call attention."""
+    model, x, before = encoder().eval(), ids(2, 37), (F.scaled_dot_product_attention, mha.get_fastpath_enabled)
+    with torch.no_grad():
+        plain = model(x)
+        with lt_tiled.prepare(model, sequence_parallel=2):
+            found = model(x)
+    assert (F.scaled_dot_product_attention, mha.get_fastpath_enabled) == before
+    return float((found - plain).abs().max())
+
+
+def test_evaluation_of_torch(world: World) -> None:
+    """``nn.TransformerEncoderLayer`` attends to all tokens in evaluation, too."""
+    for error in world(evaluated):
         assert error < EXACT
 
 
