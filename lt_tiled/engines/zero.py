@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lt_tiled.loss.transformers import HeadPatch
+from lt_tiled.modules.cache import is_no_tuple
 from lt_tiled.modules.find import outermost, walk
 from lt_tiled.modules.patch import Order, Patch, get_patch, is_of, remove_patch, set_patch
 from lt_tiled.tiling.patch import tiled_patches, whole_modules
@@ -75,15 +76,15 @@ class LeafPatch(Patch):
         if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in leaf.parameters())):
             return None
         # Lists and dictionaries stay the caller's own objects, because a module may add to them.
-        whole = (args, kwargs)
-        leaves, tree = pytree.tree_flatten(whole, lambda node: type(node) in (list, dict) and node is not kwargs)
+        leaves, tree = pytree.tree_flatten((args, tuple(kwargs.values())), is_no_tuple)
         for index, tensor in enumerate(leaves):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 if self.token is None:
                     self.token = tensor.new_zeros((), requires_grad=True)
                     self.token.register_hook(partial(self._reduce, leaf))
                 leaves[index] = _Join.apply(tensor, self.token)
-                return pytree.tree_unflatten(leaves, tree)
+                args, values = pytree.tree_unflatten(leaves, tree)
+                return args, dict(zip(kwargs, values, strict=True))
         raise self._lost()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

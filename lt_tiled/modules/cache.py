@@ -55,3 +55,11 @@ def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def has_cache(given: dict[str, Any]) -> bool:
     """Whether there is a key-value cache of transformers among arguments."""
     return any(cls.__name__.endswith("Cache") for value in given.values() for cls in type(value).__mro__)
+
+
+def is_no_tuple(node: Any) -> bool:
+    """Whether pytree leaves a container of arguments as it is.
+
+    Pytree keeps this function alive until garbage is collected, so it must not refer to the arguments.
+    """
+    return not isinstance(node, tuple)

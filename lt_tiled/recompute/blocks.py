@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from lt_tiled._log import inform, warn
 from lt_tiled.errors import NothingFoundError
 from lt_tiled.modules.blocks import find_blocks
-from lt_tiled.modules.cache import by_name, has_cache
+from lt_tiled.modules.cache import by_name, has_cache, is_no_tuple
 from lt_tiled.modules.find import find_named, walk
 from lt_tiled.modules.patch import Order, Patch
 from lt_tiled.offload.offloader import OffloadedTensor, Offloader
@@ -67,16 +67,16 @@ class BlockPatch(Patch):
             return self.inner(module, *args, **kwargs)
         # 1. All tensors, including those in keywords and tuples, are passed to torch's checkpoint by position: torch
         # saves positional tensors through the saved-tensors hooks, and keeps all others in a closure.
-        given = (args, kwargs)
-        leaves, tree = pytree.tree_flatten(given, lambda node: node is not kwargs and not isinstance(node, tuple))
+        names = tuple(kwargs)
+        leaves, tree = pytree.tree_flatten((args, tuple(kwargs.values())), is_no_tuple)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         # 2. What the recompute begins with.
         call = BlockCall(self, module, tensors)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def block(*given: Any) -> Any:
-            inner_args, inner_kwargs = pytree.tree_unflatten(given, tree)
-            return call.run(partial(self.inner, module, *inner_args, **inner_kwargs))
+            inner_args, values = pytree.tree_unflatten(given, tree)
+            return call.run(partial(self.inner, module, *inner_args, **dict(zip(names, values, strict=True))))
 
         # 3. Inside the block torch's own hooks are on top of the offloader's, so these see the block's inputs alone.
         with nullcontext() if self.offloader is None else offloading(self.offloader, self.path, tensors):

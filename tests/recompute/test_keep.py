@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -74,6 +75,23 @@ def test_what_is_kept_goes_where_block_inputs_go() -> None:
     products = 2 * IDS.numel() * (3 * 32 + 2 * 16 + 2 * 96) * 4
     assert stored[1] - stored[0] == products
     assert held[1] - held[0] < products // 20  # fingerprints, which do not grow with the tokens
+
+
+@pytest.mark.parametrize("tiling", [None, 3], ids=["untiled", "tiled"])
+@pytest.mark.parametrize("more", [{}, OFFLOAD, {"keep": [MM, SDPA]}, {"keep": "attention", **OFFLOAD}], ids=str)
+def test_nothing_is_left_of_a_step(more: dict[str, Any], tiling: int | None) -> None:
+    """After a step no argument of a block and no kept output is alive, also without Python's garbage collection."""
+    model, batch = tiny_llama(), {"input_ids": IDS, "labels": IDS}
+    with prepare(model, tiling=tiling, activation_checkpointing=ActivationCheckpointing(**more)):
+        step_of(model, batch)
+        gc.collect()
+        gc.disable()
+        try:
+            with LiveBytes() as meter:
+                torch.autograd.grad(model(**batch).loss, [*model.parameters()])
+            assert meter.now == 0
+        finally:
+            gc.enable()
 
 
 def test_what_runs_in_tiles_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
