@@ -112,12 +112,31 @@ class Dropping(GatedMLP):
         return self.dropout(super().forward(x))
 
 
+class Jittery(GatedMLP):
+    """Adds jitter in front and behind, which tiles draw in another order."""
+
+    jitter_noise: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jitter_noise = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x + self.jitter_noise * torch.rand_like(x))
+        return y + self.jitter_noise * torch.rand_like(y)
+
+
 @pytest.mark.parametrize(
     ("mlp", "verdict"),
-    [(Mixing, "fail: model.blocks."), (WrongInTraining, "fail: model.blocks."), (Dropping, "pass: ")],
+    [
+        (Mixing, "fail: model.blocks."),
+        (WrongInTraining, "fail: model.blocks."),
+        (Dropping, "pass: "),
+        (Jittery, "pass: "),
+    ],
 )
 def test_other_mlps(mlp: type[GatedMLP], verdict: str) -> None:
-    """Without the self-check, an MLP that mixes tokens fails; dropout is turned off; a model in evaluation mode is
+    """Without the self-check, an MLP that mixes tokens fails; dropout and jitter are off; a model in evaluation mode is
     verified in training mode.
     """
     net = TinyLM()

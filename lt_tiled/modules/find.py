@@ -68,6 +68,15 @@ def outermost(
     return [(path, module) for module, path in paths.items() if module not in inside]
 
 
+def set_rates_to_zero(module: nn.Module, names: Iterable[str]) -> None:
+    """Let a module draw no dropout, nor other numbers whose probability or size has one of these in its name."""
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            is_rate = any(of in name for of in names) or (name == "p" and "Drop" in type(part).__name__)
+            if is_rate and isinstance(value, float):
+                vars(part)[name] = 0.0
+
+
 def find_named(model: nn.Module, targets: Target | Sequence[Target], what: str) -> list[tuple[str, nn.Module]]:
     """Return the outermost modules that match a class name or a path glob, or that a function chooses.
 

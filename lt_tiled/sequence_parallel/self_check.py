@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lt_tiled.modules.find import set_rates_to_zero
 from lt_tiled.modules.patch import turned_off
 from lt_tiled.recompute.blocks import BlockPatch
 from lt_tiled.recompute.mode import Buffers, RandomState, random_state_kept, rounds_products
@@ -187,10 +188,7 @@ def _as_it_was(module: nn.Module, training: bool) -> Iterator[None]:
         for part in parts:
             part.training = part.training and training
             part._forward_hooks = part._forward_hooks.copy()  # transformers adds some in a model's first call
-            for name, value in list(vars(part).items()):
-                random = any(of in name for of in _RANDOM) or (name == "p" and "Dropout" in type(part).__name__)
-                if random and isinstance(value, float):
-                    vars(part)[name] = 0.0
+        set_rates_to_zero(module, _RANDOM)
         with Buffers(parts).in_place():
             yield
     finally:

@@ -46,8 +46,8 @@ def verify(
 ) -> Verification:
     """Compare a training step of a model without and with lt_tiled.
 
-    Copies of the model are trained, so the model does not change. Dropout is off, because tiles draw other masks. Zeros
-    of trained weights are replaced by small numbers, because they would stop gradients.
+    Copies of the model are trained, so the model does not change. Dropout and jitter are off, because tiles
+    draw other numbers. Zeros of trained weights are replaced by small numbers, because they would stop gradients.
 
     Args:
         model: A LightningModule, or any module.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from lt_tiled.modules.find import plain_name, unwrapped
+from lt_tiled.modules.find import plain_name, set_rates_to_zero, unwrapped
 from lt_tiled.namespaces import is_a
 from lt_tiled.strategies.deepspeed import gathered
 from lt_tiled.training_step.step import nothing, silence, stepped_on, training_loss
@@ -46,18 +46,14 @@ def _loss_of(model: Any, batch: Any) -> Tensor:
 
 
 def make_comparable(module: LightningModule) -> None:
-    """Turn off logging, hooks that change gradients, and dropout: tiles draw masks of their own."""
+    """Turn off logging, hooks that change gradients, dropout and jitter: tiles draw their own."""
     silence(module)
     hooks = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
     vars(module).update(dict.fromkeys(hooks, nothing))
     # Loops train in training mode, and from_pretrained returns models in evaluation mode.
     if isinstance(module, ModuleWithStep) and not unwrapped(module.model).training:
         module.model.train()
-    for part in module.modules():
-        for name, value in vars(part).items():
-            is_rate = "drop" in name or (name == "p" and "Drop" in type(part).__name__)
-            if is_rate and isinstance(value, float):
-                setattr(part, name, 0.0)
+    set_rates_to_zero(module, ("drop", "jitter"))
 
 
 class GradientsAsWeights(torch.optim.Optimizer):
