@@ -7,7 +7,7 @@ or untiled for one of these reasons, which code and settings give:
 ==========  ================================================================  =======================================
 reason      when                                                              what follows
 ==========  ================================================================  =======================================
-transform   torch.func, forward-mode differentiation, torch.jit.trace         untiled, one line
+transform   torch.func, forward-mode AD, parametrize.cached, torch.jit.trace  untiled, one line
 hook        a user's hook inside would see tiles                              untiled, one warning
 inputs      no plain hidden states: nested tensors, DTensors                  untiled
 short       fewer tokens than two tiles need                                  untiled

@@ -69,8 +69,8 @@ class Verification:
         figures = f"error {row.tiled:.1e} of {row.allowed:.1e} allowed"
         if not row.passed:
             return (
-                f"fail: {row.path}, {figures}: turn off tiling, checkpointing, loss one by one to find the cause; if"
-                " the error without lt_tiled is as large, verify in 64-true"
+                f"fail: {row.path}, {figures}: turn off tiling, activation_checkpointing and loss in turn to find the"
+                " cause; if the error without lt_tiled is as large, verify in 64-true"
             )
         if self.tiles and len(self.not_tiled) == len(self.tiles):
             return "fail: nothing ran in several tiles: raise the sequence length, or set Tiling(num_shards=...)"
