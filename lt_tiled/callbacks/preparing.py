@@ -55,6 +55,5 @@ class Tiled(AppliesPolicies, Callback):
 
     def on_after_setup(self, fabric: Fabric, module: nn.Module) -> None:
         """Fabric's hook, called by ``fabric.setup``."""
-        devices = getattr(fabric.strategy, "parallel_devices", None) or [fabric.device]
-        self.ranks_per_node = len(devices)
+        self.ranks_per_node = len(getattr(fabric.strategy, "parallel_devices", None) or [None])
         self.prepare_once(module)

@@ -38,6 +38,7 @@ Count = Tensor | float | None
 
 MIN_LOSS_TOKENS = 512
 """Fewer rows make the sums of weight gradients, which each tile reads and writes, take longer than the products."""
+_REMEDY = "compute it from full logits (loss=False)"
 
 
 def loss_sizes(num_shards: int | Literal["auto"], tokens: int, hidden_size: int) -> list[int]:
@@ -131,7 +132,7 @@ class _LossCall:
         # 1. Memory for the results.
         losses = hidden.new_zeros(len(self.labels), dtype=wide_dtype(hidden))
         factors = factors.to(losses.dtype).where(self.kind.counted(self.labels), 0.0)
-        gradients: list[Tensor | None] = [None for _ in tensors]
+        gradients: list[Tensor | None] = [None] * len(tensors)
         sums: dict[int, GradientSum] = {}
         for index in wanted:
             if index == 0:
@@ -279,6 +280,3 @@ def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     """Multiply a gradient and round once: a factor in 16 bits would have an error of its own."""
     result = torch.empty_like(gradient, memory_format=torch.contiguous_format)
     return torch.mul(gradient, factor.expand(gradient.shape), out=result)  # a scalar would be rounded to its dtype
-
-
-_REMEDY = "compute it from full logits (loss=False)"

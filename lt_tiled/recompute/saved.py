@@ -28,6 +28,9 @@ from lt_tiled.recompute.mode import is_backward
 
 MOST_ENDS = 8
 """So many of the tensors on which outputs depend are compared; of many experts, others in each call."""
+_random = random.Random(0)
+_current: ContextVar[_SavedTensors | None] = ContextVar("saved", default=None)
+"""The tensors of the block whose forward pass runs now."""
 
 
 def compared_forward(prints: Fingerprints, function: Callable[[], Any]) -> Any:
@@ -103,10 +106,6 @@ class _SavedTensors:
         if self.tensors:
             chosen.add(_random.randrange(len(self.tensors)))
         return chosen
-
-
-_random = random.Random(0)
-_current: ContextVar[_SavedTensors | None] = ContextVar("saved", default=None)
 
 
 class _Saved(NamedTuple):

@@ -86,12 +86,11 @@ class UlyssesState:
 
     def own(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return a copy of the rank's own tokens, one for all blocks: ``[B, S, ...]`` becomes ``[B, length, ...]``."""
-        copies = self.copies.setdefault(x, {})
+        copies: dict[Any, Tensor] = self.copies.setdefault(x, {})
         key = (dim, version_of(x), torch.is_grad_enabled())
         if key not in copies:
             copies[key] = self.part(x, dim, self.begin, self.length).clone()  # a view would keep all tokens alive
-        copy: Tensor = copies[key]
-        return copy
+        return copies[key]
 
     def part(self, x: Tensor, dim: int, begin: int, count: int) -> Tensor:
         """Return some tokens, of which those behind the sequence repeat the last one."""

@@ -117,8 +117,7 @@ class _Check(TorchDispatchMode):
         """The dtypes of what was computed."""
         self.parallel = any(hasattr(weight, "placements") for weight in call.weights)
         """Whether the weights are DTensors, whose ranks make equal tiles."""
-        self.bytes = 0
-        """Those of the copies in float64."""
+        self.bytes = 0  # of the copies in float64
         self.copies: dict[int, Tensor] = {}
         """What stands in the places of tensors that modules hold, by the ids of those."""
         # Several entries of each dimension: what mixes along a batch must also be seen, and what moves entries by two.
@@ -130,6 +129,9 @@ class _Check(TorchDispatchMode):
         for tensor, wants, per_token in zip(inputs, call.wants_grad, call.per_token, strict=True):
             part = tensor.detach()[tuple(map(slice, few))] if per_token else tensor
             self.inputs.append(self._copy(part, wants and call.differentiable))
+        self.others = pytree.tree_map(self.instead_of, call.arguments)
+        self.targets: dict[Tensor, str] = {}  # the inputs and weights that get gradients, with their names
+        self.before: Held = frozenset()  # what modules and arguments hold once caches are filled
 
     def instead_of(self, value: Any) -> Any:
         """Return what stands in the place of a tensor while the check runs, and anything else as it is."""
@@ -184,10 +186,8 @@ class _Check(TorchDispatchMode):
         # 1. The call with two tiles, so unequal that sums over tokens differ.
         call = self.call
         first = max(1, self.tokens.count * 3 // 4)
-        self.others = pytree.tree_map(self.instead_of, call.arguments)
         function = replace(call.function, plans={})
         few = TiledCall(function, self.inputs, self.others, call.names, self.tokens, [first, self.tokens.count - first])
-        self.targets: dict[Tensor, str] = {}
         for index, tensor in enumerate(self.inputs):
             if tensor.requires_grad:
                 self.targets[tensor] = f"argument {index}"

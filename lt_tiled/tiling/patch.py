@@ -60,6 +60,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
     Raises:
         ValueError: If it is tiled already, or is known not to be position-wise.
     """
+    # 1. Refuse what cannot be tiled.
     module = tileable.module
     kind = f"{type(module).__name__}.{tileable.method}".removesuffix(".forward")
     name = f"{tileable.path} ({kind})" if tileable.path else kind
@@ -72,6 +73,7 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
             f"{name} cannot be tiled: its experts have a capacity, so that the result of a token depends on all tokens."
             f" {REMEDY}"
         )
+    # 2. The module itself.
     patch = TiledPatch(
         name,
         kind,
@@ -85,12 +87,14 @@ def patch_tiled(tileable: Tileable, tiling: Tiling, needs: EngineNeeds, owner: o
         owner=owner,
     )
     set_patch(module, patch, tileable.method)
+    # 3. Its neighbors, whose leader it is.
     for before, neighbors in ((True, tileable.before), (False, tileable.after)):
         for neighbor in neighbors:
             if get_patch(neighbor, TiledPatch) is None:  # what several modules share is the first one's neighbor
                 # A projection behind a norm, and a norm of one kernel, gain nothing by tiles of their own.
                 alone = not (patch.is_lone_norm or isinstance(neighbor, ONE_KERNEL))
                 set_patch(neighbor, replace(patch, parts=None, pends=before, alone=alone, leader=patch))
+    # 4. The block that calls them, which nothing pending leaves.
     if tileable.parent is not None and get_patch(tileable.parent, Boundary) is None:
         set_patch(tileable.parent, Boundary(owner))
     return patch
@@ -156,9 +160,8 @@ class TiledPatch(Patch):
         self.largest = LargestCall()
         self.compiled_tile: Callable[..., Any] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
-        copy = super().__deepcopy__(memo)
-        assert isinstance(copy, TiledPatch)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy: Any = super().__deepcopy__(memo)
         copy.leader = deepcopy(self.leader, memo)
         copy.needs = deepcopy(self.needs, memo)
         copy.__post_init__()
