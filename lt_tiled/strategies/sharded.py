@@ -39,7 +39,7 @@ class ShardedStrategy(TiledStrategy):
         """Check a full checkpoint before Lightning loads it. In a sharded one, optimizer states have names.
 
         Raises:
-            ValueError: If the optimizer states are in another order than the weights.
+            ValueError: If the optimizer states are in another order than the weights, or missing.
         """
         # 1. As Fabric and Trainer give it. All ranks must read what the first one names.
         given = kwargs.get("path") or args[0]
@@ -49,9 +49,12 @@ class ShardedStrategy(TiledStrategy):
         if path.is_file() and ("state" not in kwargs or isinstance(state, dict)):
             checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=kwargs.get("weights_only"))
             if state is None:  # Trainer: its checkpoint has a list of states, in the order of its optimizers
+                saved = checkpoint.get("optimizer_states", [])
+                if not saved and self.optimizers and self.lightning_module.trainer.state.fn == "fit":
+                    raise ValueError(f"{path.name} has no optimizer states to resume: load its weights before fit().")
                 state = {"model": self.lightning_module}
                 state.update(enumerate(self.optimizers))
-                checkpoint.update(enumerate(checkpoint.get("optimizer_states", [])))
+                checkpoint.update(enumerate(saved))
             _check_order(path.name, checkpoint, state)
         return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 

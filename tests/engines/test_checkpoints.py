@@ -162,6 +162,21 @@ def resume_elsewhere(loading: str, path: str, changes: dict[str, bool]) -> tuple
     return error
 
 
+def resume_without_moments(loading: str, path: str) -> tuple[str, str]:
+    """Resume from the weights and the progress of a run alone."""
+    before = run("ddp", "", "untiled", max_steps=2)
+    before.fit(Steps())
+    before.save_checkpoint(path, weights_only=True)
+    return error_of(lambda: run(loading, "", "untiled", max_steps=4).fit(Steps(), ckpt_path=path))
+
+
+@pytest.mark.parametrize("loading", ["fsdp sharded", "fsdp2 full"])
+def test_no_optimizer_states(loading: str, world: World, tmp_path: Path) -> None:
+    """A file without optimizer states is refused, where Lightning's FSDP would go on with new ones."""
+    for error in world(resume_without_moments, loading, str(tmp_path / "run.ckpt")):
+        assert error == ("ValueError", "run.ckpt has no optimizer states to resume: load its weights before fit().")
+
+
 @pytest.mark.parametrize("changes", [{"frozen": True}, {"reordered": True}], ids=str)
 @pytest.mark.parametrize("loading", ["ddp", "fsdp sharded", "fsdp2 full"])
 def test_weights_in_another_order(loading: str, changes: dict[str, bool], world: World, tmp_path: Path) -> None:
