@@ -46,6 +46,7 @@ class Ledger(TorchDispatchMode):
         self.restart_peak()
         self._storages: dict[int | None, Allocation] = {}
         self._resize = torch.UntypedStorage.resize_
+        self._replaced: list[Any] = []
 
     def __enter__(self) -> Any:
         # FSDP empties storages and fills them again, by no operation.
@@ -55,11 +56,13 @@ class Ledger(TorchDispatchMode):
                 self._storages[storage._cdata] = self.allocate(size, allocation.part)
             return self._resize(storage, size)
 
+        # Tiles enter the ledger once more: see ``hidden_from_checkpoints``.
+        self._replaced.append(torch.UntypedStorage.resize_)
         torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = self._replaced.pop()  # type: ignore[method-assign]
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
