@@ -111,8 +111,13 @@ class GradientSum:
             total = mine()
             gradient = leaf.grad
             leaf.grad = None
-            if total is not None and gradient is not None:
+            if total is None or gradient is None:
+                return
+            # Without a call for each tile after the first one.
+            if total.sum is None:
                 total.add(gradient)
+            else:
+                total.sum.add_(gradient)
 
         self.leaf.register_post_accumulate_grad_hook(take_gradient)
 
