@@ -146,7 +146,8 @@ class FakeLedger(Ledger):
         try:
             return func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise SimulationError(f"{func} needs the values of tensors, which a simulation does not have.") from error
+            reason = f"{func} needs the values of tensors, which a simulation does not have"
+            raise SimulationError(f"{reason}: leave out .item() and branches on tensors.") from error
 
 
 def fake_offloader(name: Callable[[Tensor], None], policy: ActivationCheckpointing, _: int | None) -> Offloader:
