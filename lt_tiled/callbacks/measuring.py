@@ -18,11 +18,10 @@ from lt_tiled.training_step.step import shape_of
 class _StepMeter(Callback):
     """Measures the peak memory of each training step."""
 
-    def __init__(self) -> None:
-        self.peak = 0
-        """The highest peak of a step so far, in bytes."""
-        self._peak_of_step = 0
-        self._steps = 0
+    peak = 0
+    """The highest peak of a step so far, in bytes."""
+    _peak_of_step = 0
+    _steps = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: LightningModule) -> None:
         self.peak = 0
