@@ -62,4 +62,4 @@ def is_no_tuple(node: Any) -> bool:
 
     Pytree keeps this function alive until garbage is collected, so it must not refer to the arguments.
     """
-    return not isinstance(node, tuple)
+    return not isinstance(node, tuple) or isinstance(node, torch.Size)  # of which pytree makes a plain tuple

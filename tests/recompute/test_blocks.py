@@ -99,18 +99,20 @@ def test_only_block_inputs_are_kept() -> None:
 
 
 def test_tensors_in_keywords_and_containers_are_packed() -> None:
-    """Hidden states that reach a block by keyword or in a tuple pass the saved-tensor hooks, as positional ones do."""
+    """Hidden states that reach a block by keyword or in a tuple pass the saved-tensor hooks, as positional ones do; a
+    size stays one.
+    """
 
     class Wrapped(Block):
-        def forward(self, *, pair: tuple[Tensor, None]) -> Tensor:  # type: ignore[override]
-            return super().forward(pair[0])
+        def forward(self, *, pair: tuple[Tensor, None], size: torch.Size) -> Tensor:  # type: ignore[override]
+            return super().forward(pair[0]) * size.numel()
 
     model = nn.ModuleList([Wrapped(), Wrapped()])
     packed: list[torch.Size] = []
     with prepare(model, activation_checkpointing=True):
         x = randn(1, 8, H)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
-            y = model[1](pair=(model[0](pair=(x, None)), None))
+            y = model[1](pair=(model[0](pair=(x, None), size=x.shape), None), size=x.shape)
         y.sum().backward()
     assert [shape for shape in packed if shape.numel()] == [x.shape] * 2  # torch 2.11 saves an empty tensor, too
     assert x.grad is not None
