@@ -35,7 +35,7 @@ ATTRIBUTES: list[tuple[Callable[[], Any], str]] = [
     (lambda: torch, "_C _inductor _ops _subclasses"),
     (lambda: torch._C, "_SetExcludeDispatchKeyGuard _are_functorch_transforms_active _autograd"),
     (lambda: torch._C, "_current_autograd_node _current_graph_task_id"),
-    (lambda: torch._C, "DisableTorchFunctionSubclass TensorBase"),
+    (lambda: torch._C, "DisableTorchFunctionSubclass"),
     (lambda: torch._C.DispatchKey, "ADInplaceOrView"),
     (lambda: torch._C._autograd, "_get_sequence_nr _top_saved_tensors_default_hooks"),
     (lambda: torch.Tensor, "_base _version _make_wrapper_subclass"),

@@ -167,6 +167,50 @@ class _LossCall:
         return losses, gradients, prints
 
 
+class _TiledLoss(torch.autograd.Function):
+    """The node of a loss in the graph. It keeps gradients, or for losses of single tokens what computes them."""
+
+    @staticmethod
+    @hidden_from_checkpoints()
+    def forward(ctx: Any, call: _LossCall, *tensors: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad and call.with_grad]
+        if call.kind.reduction == "none":
+            ctx.save_for_backward(call.labels, *tensors)  # which notices changes in place
+            ctx.random = RandomState.now(tensors[0].device)
+            losses, _, ctx.prints = call.run(tensors, [], call.divisor)
+            return losses
+        # If no label counts, the loss is nan, and the gradients are zeros, as untiled.
+        losses, gradients, _ = call.run(tensors, ctx.wanted, 1 / call.divisor)
+        ctx.any_counts = call.kind.counted(call.labels).any()
+        ctx.save_for_backward(*gradients)
+        return losses.sum() / call.divisor
+
+    @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"A backward pass through a loss in tiles cannot be differentiated (create_graph=True): {_REMEDY}."
+            )
+        call: _LossCall = ctx.call
+        if call.kind.reduction != "none":
+            incoming = incoming.where(ctx.any_counts, 0.0)  # it may be infinite: a sum divided by a count
+            return None, *(None if gradient is None else _scaled(gradient, incoming) for gradient in ctx.saved_tensors)
+        # The tiles run once more, as in the forward pass.
+        tensors = ctx.saved_tensors[1:]
+        with call.precision.context(), random_state_kept(incoming.device, ctx.random):
+            _, gradients, prints = call.run(tensors, ctx.wanted, incoming)
+        VERDICT.add(ctx.prints, prints)
+        return None, *gradients
+
+
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Multiply a gradient and round once: a factor in 16 bits would have an error of its own."""
+    result = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+    return torch.mul(gradient, factor.expand(gradient.shape), out=result)  # a scalar would be rounded to its dtype
+
+
 # The products of one tile: its logits, and from their gradient those of hidden states and weights
 
 
@@ -235,48 +279,3 @@ class GraphTile:
         torch.autograd.backward([self._output], [gradient], inputs=self._inputs)
         self._output = None
         return self._inputs[0].grad if self._wants_rows else None
-
-
-# The graph
-
-
-class _TiledLoss(torch.autograd.Function):
-    @staticmethod
-    @hidden_from_checkpoints()
-    def forward(ctx: Any, call: _LossCall, *tensors: Tensor) -> Tensor:
-        ctx.call = call
-        ctx.wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad and call.with_grad]
-        if call.kind.reduction == "none":
-            ctx.save_for_backward(call.labels, *tensors)  # which notices changes in place
-            ctx.random = RandomState.now(tensors[0].device)
-            losses, _, ctx.prints = call.run(tensors, [], call.divisor)
-            return losses
-        # If no label counts, the loss is nan, and the gradients are zeros, as untiled.
-        losses, gradients, _ = call.run(tensors, ctx.wanted, 1 / call.divisor)
-        ctx.any_counts = call.kind.counted(call.labels).any()
-        ctx.save_for_backward(*gradients)
-        return losses.sum() / call.divisor
-
-    @staticmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"A backward pass through a loss in tiles cannot be differentiated (create_graph=True): {_REMEDY}."
-            )
-        call: _LossCall = ctx.call
-        if call.kind.reduction != "none":
-            incoming = incoming.where(ctx.any_counts, 0.0)  # it may be infinite: a sum divided by a count
-            return None, *(None if gradient is None else _scaled(gradient, incoming) for gradient in ctx.saved_tensors)
-        # The tiles run once more, as in the forward pass.
-        tensors = ctx.saved_tensors[1:]
-        with call.precision.context(), random_state_kept(incoming.device, ctx.random):
-            _, gradients, prints = call.run(tensors, ctx.wanted, incoming)
-        VERDICT.add(ctx.prints, prints)
-        return None, *gradients
-
-
-def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    """Multiply a gradient and round once: a factor in 16 bits would have an error of its own."""
-    result = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-    return torch.mul(gradient, factor.expand(gradient.shape), out=result)  # a scalar would be rounded to its dtype

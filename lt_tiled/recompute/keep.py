@@ -118,9 +118,6 @@ class KeepMode(TorchDispatchMode):
         return loaded.detach()
 
 
-# Policies
-
-
 @cache
 def is_attention(function: Any) -> bool:
     """Whether a function or an operator computes attention, or sends heads to other ranks, by its name."""

@@ -67,11 +67,7 @@ class Deferred(Tensor):
         return func(*args, **kwargs)
 
 
-def _getter(name: str) -> Any:
-    return Tensor.__dict__.get(name, getattr(torch._C.TensorBase, name)).__get__
-
-
-_METADATA = {_getter(name) for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")}
+_METADATA = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")}
 _METADATA |= {Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.stride}
 _METADATA |= {Tensor.is_floating_point, Tensor.__len__}
 
