@@ -102,7 +102,7 @@ PART_LOGITS = 2**20
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which losses are computed."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def shifted(labels: Tensor, ignore_index: int) -> Tensor:

@@ -137,7 +137,7 @@ def _plain_tensors(tree: Any) -> Iterator[Tensor]:
 def _attention(query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, **_: Any) -> int:
     """Count two products ``[S, D] x [D, K]`` per head; kernels skip the upper half of a causal mask."""
     batch, heads, tokens, head_dim = query.shape
-    return int(4 * batch * heads * tokens * key.shape[-2] * head_dim // (2 if is_causal else 1))
+    return int(4 * batch * heads * tokens * key.shape[-2] * head_dim // (1 + is_causal))
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, *rest: Any, **_: Any) -> int:

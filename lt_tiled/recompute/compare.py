@@ -130,8 +130,7 @@ class Fingerprints:
 
     def at(self, place: Any) -> Tensor:
         """Return the fingerprints at a place as one, ``[rows]``."""
-        parts = self.taken[place]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat(self.taken[place])
 
 
 class _Verdict:

@@ -192,7 +192,7 @@ def hooks_of_saved_tensors() -> Any:
 def in_checkpoint() -> bool:
     """Whether torch's activation checkpoint runs this code, or its recompute."""
     hooks = hooks_of_saved_tensors()
-    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    name: str = getattr(hooks and hooks[0], "__qualname__", "")
     return name.startswith(("_checkpoint_hook", "_recomputation_hook"))
 
 

@@ -167,7 +167,7 @@ class _Check(TorchDispatchMode):
             )
         # 2. Dtypes. The link of an anchor has no elements.
         found = func(*args, **kwargs)
-        leaves = found if isinstance(found, tuple | list) else (found,)
+        leaves = pytree.tree_leaves(found)
         self.dtypes.update(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel())
         # 3. Random numbers: those that most masks keep, and a category that each token has.
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
@@ -178,7 +178,7 @@ class _Check(TorchDispatchMode):
         if "bernoulli" in func.name():
             leaves[0].fill_(1)
         else:
-            leaves[0].fill_(0.6 if leaves[0].is_floating_point() else 0)
+            leaves[0].fill_(0.6)  # 0 for integers
         return found
 
     def run(self) -> None:

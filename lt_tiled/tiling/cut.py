@@ -78,8 +78,7 @@ tiles_to_run: ContextVar[Callable[[Iterable[Any]], Iterable[Any]]] = ContextVar(
 
 def each_tile(rows: Iterable[T]) -> Iterable[T]:
     """Return all rows, one for each tile; in a simulation, only those that it runs."""
-    choose = tiles_to_run.get(None)
-    return rows if choose is None else choose(rows)
+    return tiles_to_run.get(iter)(rows)
 
 
 @dataclass(frozen=True)

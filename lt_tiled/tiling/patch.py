@@ -183,7 +183,7 @@ class TiledPatch(Patch):
         # 2. Together with the norm that is pending before it,
         made: CallWithInputs | None = None
         swaps = False
-        pending = args[0] if args else None
+        pending = next(iter(args), None)
         if isinstance(pending, Pending) and pending.may_join(self.leader):
             both = function.after(pending.call)
             made = self.decide(module, both, (*pending.inputs, *values(args[1:])), values(kwargs))

@@ -187,11 +187,8 @@ class Recompute:
     def _run_tiles(self) -> None:
         call = self.call
         # 1. The tiles of the inputs, of the gradients of outputs, and of where the gradients of inputs go.
-        gradients_of_tiles = Assembly(call.tokens, call.sizes, call.name).gradients(self.given)
-        into: list[Sequence[Tensor | None]] = []
-        for result in self.results:
-            into.append([None] * len(call.sizes) if result is None else call.tokens.tiles(result, call.sizes))
-        rows = zip(call.tiles(self.inputs), gradients_of_tiles, zip(*into, strict=True), strict=True)
+        parts_of = Assembly(call.tokens, call.sizes, call.name).gradients
+        rows = zip(call.tiles(self.inputs), parts_of(self.given), parts_of(self.results), strict=True)
         # As in the untiled backward pass.
         uncast = nullcontext() if call.precision.dtype is None else torch.autocast(call.device.type, enabled=False)
         for index, (tile, gradients, results) in each_tile(enumerate(rows)):
