@@ -72,20 +72,22 @@ class LeafPatch(Patch):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _join(self, leaf: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Let a call's hidden states, its first floating-point tensor, go through a node that the token waits for."""
+        """Let a call's hidden states, its first tensor with a gradient, go through a node that the token waits for."""
         if not (torch.is_grad_enabled() and any(weight.requires_grad for weight in leaf.parameters())):
             return None
         # Lists and dictionaries stay the caller's own objects, because a module may add to them.
         leaves, tree = pytree.tree_flatten((args, tuple(kwargs.values())), is_no_tuple)
-        for index, tensor in enumerate(leaves):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                if self.token is None:
-                    self.token = tensor.new_zeros((), requires_grad=True)
-                    self.token.register_hook(partial(self._reduce, leaf))
-                leaves[index] = _Join.apply(tensor, self.token)
-                args, values = pytree.tree_unflatten(leaves, tree)
-                return args, dict(zip(kwargs, values, strict=True))
-        raise self._lost()
+        floating = [i for i, value in enumerate(leaves) if isinstance(value, Tensor) and value.is_floating_point()]
+        if not floating:
+            raise self._lost()
+        # A mask in front of them may lead to no gradient; behind frozen embeddings they have none themselves.
+        index = next((i for i in floating if leaves[i].requires_grad), floating[0])
+        if self.token is None:
+            self.token = leaves[index].new_zeros((), requires_grad=True)
+            self.token.register_hook(partial(self._reduce, leaf))
+        leaves[index] = _Join.apply(leaves[index], self.token)
+        args, values = pytree.tree_unflatten(leaves, tree)
+        return args, dict(zip(kwargs, values, strict=True))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _reduce(self, leaf: nn.Module, _: Tensor) -> None:

@@ -216,6 +216,28 @@ class OfTokens(TinyLM):
         return self.head(self.blocks[1](self.blocks[0](ids)))
 
 
+class AfterMask(Block):
+    """A block whose first tensor leads to no gradient."""
+
+    def forward(self, mask: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * mask.gt(0.5))
+
+
+class WithMask(TinyLM):
+    """Its blocks are given a mask, and then hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([AfterMask(), AfterMask()])
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        mask = torch.ones(ids.shape[1], 1)
+        for block in self.blocks:
+            x = block(mask, x)
+        return self.head(x)
+
+
 class UsesNormBefore(TinyLM):
     """Uses the norm of a block before the block runs."""
 
@@ -365,6 +387,7 @@ KINDS = {
     "last is unused": Kind(loss=of_calls(lambda ids, loss: loss(ids[0]) + 0 * loss(ids[1]).detach())),
     # Leaf modules of ZeRO-3, and what they cannot be.
     "own leaves": Kind(own_leaves, policies=CHECKED, engines=("zero3",)),
+    "mask first": Kind(WithMask, engines=("zero3",)),
     "no hidden states": Kind(OfTokens, engines=()),
     "norm before": Kind(UsesNormBefore, engines=()),
 }

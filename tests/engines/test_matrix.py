@@ -226,7 +226,7 @@ def run(engine: str, loop: str, name: str, tiled: bool) -> Losses:
     "|fabric-fsdp-(random state and buffers|policy of norms)"
     "|trainer-.*-(static graph|.* own checkpointing|.* offload|wrapped by hand)"
     "|fabric-zero3-(frozen|unused|tied|LoRA|DoRA on the head|a copy of the head|LoRA on all|Gemma 2)"
-    "|fabric-zero3-(4096 and 512 tokens|two calls|product|no gradient between|last is unused|own leaves)"
+    "|fabric-zero3-(4096 and 512 tokens|two calls|product|no gradient between|last is unused|own leaves|mask first)"
     "|fabric-fsdp2-(other experts on each rank|LoRA on experts|Mixtral|4096 and no tokens|two calls)"
     "|fabric-fsdp-(LoRA on the head|BERT|unused|tied)|fabric-zero2-(tokens are mixed|three calls)"
     "|fabric-zero1-4096 and 1 token|plain-zero2-.*|fabric-ddp-(tied|Mixtral|product|images on one rank.*)"
