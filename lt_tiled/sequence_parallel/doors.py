@@ -218,7 +218,7 @@ def shared_loss(state: UlyssesState, call: Call, own: dict[str, Any]) -> Iterato
     if targets is None:
         targets = shifted(call.arguments["labels"], ignored)
     # 1. Tokens that repeat the last one have no label. Another loss than that of this function finds no labels at all.
-    labels = state.own(targets)
+    labels = state.own(targets).clone()  # which may be the ids
     labels[:, state.count :] = ignored
     own["labels"] = torch.full_like(labels, ignored)
 

@@ -88,7 +88,7 @@ class UlyssesState:
         """Return a copy of the rank's own tokens, one for all blocks: ``[B, S, ...]`` becomes ``[B, length, ...]``."""
         copies: dict[Any, Tensor] = self.copies.setdefault(x, {})
         key = (dim, version_of(x), torch.is_grad_enabled())
-        if key not in copies:
+        if key not in copies or x.is_inference():  # nothing counts its changes in place
             copies[key] = self.part(x, dim, self.begin, self.length).clone()  # a view would keep all tokens alive
         return copies[key]
 

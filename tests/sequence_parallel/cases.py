@@ -172,6 +172,7 @@ CASES = {
     "labels on one rank": Case(causal("llama"), half_ignored),
     "other ignore_index": Case(causal("llama"), lambda x: labeled(x) | {"ignore_index": 3}),
     "shifted labels": Case(causal("llama"), lambda x: labeled(x) | {"shift_labels": x.roll(-1, 1)}),
+    "labels that are the ids": Case(causal("llama"), lambda x: labeled(x) | {"shift_labels": x}),
     "packed": Case(causal("llama"), packed, rows=1),
     "packed apart": Case(causal("llama"), packed_apart),
     "padded left": Case(causal("llama"), padded(True)),

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import lt_tiled
@@ -14,7 +15,7 @@ from lt_tiled.sequence_parallel.groups import Groups
 from tests.meters import peak_bytes
 from tests.sequence_parallel.cases import CASES, labeled, no_labels
 from tests.sequence_parallel.hybrids import causal
-from tests.sequence_parallel.models import ids
+from tests.sequence_parallel.models import Block, Pooled, ids
 from tests.sequence_parallel.runs import Counts
 from tests.world import World
 
@@ -71,6 +72,37 @@ def tables() -> int:
 def test_one_table(world: World) -> None:
     """All layers are given the same rotary tables, of which activation checkpointing then saves one."""
     assert world(tables) == [1, 1]
+
+
+class Scaled(Block):
+    """Is given a factor for each token."""
+
+    def forward(self, x: Tensor, factors: Any = None) -> Tensor:
+        return super().forward(x * factors)
+
+
+class Refilled(Pooled):
+    """Changes the factors in place for each block."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, factors = self.embed(input_ids), torch.ones(*input_ids.shape, 1)
+        for block in self.blocks:
+            x = block(x, factors.add_(torch.arange(input_ids.shape[1])[:, None]))
+        return x.mean(1).square().sum()
+
+
+def refilled() -> float:
+    model, x = Refilled(block=Scaled).eval(), ids(2, 24)
+    with torch.inference_mode():
+        plain = model(x)
+        with lt_tiled.prepare(model, sequence_parallel=SequenceParallel(2, self_check=False)):
+            return float((model(x) - plain).abs() / plain)
+
+
+def test_a_table_for_each_block(world: World) -> None:
+    """Blocks are given what their model put into one tensor for each of them, in inference mode, too."""
+    for error in world(refilled):
+        assert error < 1e-5
 
 
 def peaks(tokens: int, policies: dict[str, Any]) -> tuple[int, int]:
