@@ -38,7 +38,7 @@ class Engine:
     @property
     def stage(self) -> int:
         """The stage of ZeRO, or 0 for other engines."""
-        return int(self.name[-1]) if self.name.startswith("zero") else 0
+        return int(self.name.partition("zero")[2] or 0)
 
     def offloads(self, state: Literal["optimizer", "param"]) -> bool:
         """Return whether DeepSpeed keeps the optimizer state, or ZeRO-3 the shards of weights, in CPU memory."""

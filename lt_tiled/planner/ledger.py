@@ -76,7 +76,7 @@ class Ledger(TorchDispatchMode):
             self.work[kind] += int(formula(*args, **kwargs, out_val=result))
         # 2. Record the storages that it made. What it was given, and returns or views, is older than the ledger.
         made = [tensor for tensor in _plain_tensors(result) if storage_key(tensor) not in self._storages]
-        given = {storage_key(tensor) for tensor in _plain_tensors((args, kwargs) if made else ())}
+        given = {storage_key(tensor) for tensor in _plain_tensors(made and (args, kwargs))}
         for tensor in made:
             key = storage_key(tensor)
             if key not in self._storages and key not in given and tensor.device.type != "meta":

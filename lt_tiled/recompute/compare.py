@@ -39,7 +39,7 @@ WIDEST = 2**14
 FEW = 4
 """So many of them may differ."""
 TOLERANCE = 5.0
-EPS = {
+EPS: dict[Any, float] = {
     torch.float64: 2.0**-36,
     torch.float32: 2.0**-13,
     torch.float16: 2.0**-10,
@@ -112,7 +112,7 @@ class Fingerprints:
         self.remedy = remedy
         self.raises = raises
         self.rows = ROWS // tiles + 1
-        self.eps = 0.0 if autocast is None else EPS[autocast]
+        self.eps = EPS.get(autocast, 0.0)
         """The unit in the last place of the least precise dtype."""
         self.taken = defaultdict[Any, list[Tensor]](list)
         """By the place of a tensor; of a call in tiles, that among what each tile returns."""

@@ -83,13 +83,16 @@ def run_block(name: str, call: Call, inner: Callable[..., Any], state: UlyssesSt
     # themselves it would be zero behind a norm. The other is for zeros: that of a loss that the block attaches, which
     # the ranks average. Each has a run of its own, because engines free weights after a backward pass.
     graph = check.gradients and call.tokens.is_floating_point()
-    ranks = 1 if state is None else state.group.size()
+    ranks = 1
+    length = call.tokens.shape[1]
+    if state is not None:
+        ranks = state.group.size()
+        length = state.length
     with torch.set_grad_enabled(graph), turned_off(module, BlockPatch), _as_it_was(module, module.training):
         for what, factor, divisor in (("another gradient of its input", 1, 1), ("another loss attached", 0, ranks)):
             x = call.tokens.detach().clone().requires_grad_(graph)
             output = call.with_tokens(x).run(inner)
             hidden = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
-            length = x.shape[1] if state is None else state.length
             if hidden.shape[:2] != (x.shape[0], length):  # refused where it is shared, or [4, B, S, H] of Gemma 3n
                 return output
             check.note(name, "another output", hidden.detach(), state)

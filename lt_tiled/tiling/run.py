@@ -150,8 +150,14 @@ class Recompute:
         self.results: list[Tensor | None] = []
         """Gradients of the inputs of which each tile sees a part."""
         for tensor, wants, per_token in zip(self.inputs, call.wants_grad, call.per_token, strict=True):
-            self.wholes.append(GradientSum(tensor, accumulate) if wants and not per_token else None)
-            self.results.append(tensor.new_zeros(tensor.shape) if wants and per_token else None)
+            whole: GradientSum | None = None
+            result: Tensor | None = None
+            if wants and per_token:
+                result = tensor.new_zeros(tensor.shape)
+            elif wants:
+                whole = GradientSum(tensor, accumulate)
+            self.wholes.append(whole)
+            self.results.append(result)
         # 2. What leaves out the last projection, and takes fingerprints as the forward pass did.
         self.watch = TileWatch(call, trace.last, trace.prints is not None, leaves_out=True)
 
