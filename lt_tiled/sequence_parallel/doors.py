@@ -147,7 +147,6 @@ class SharedBlock(Patch):
         call = Call(module, args, kwargs)
         state = shared_pass.get()
         check = checking.get()
-        is_whole = check is not None and check.whole
         inside = module.training and getattr(module, "gradient_checkpointing", False)
         around = state is None and is_backward() and not (self.first and self.last)  # a block alone is shared again
         if inside or around:
@@ -157,7 +156,7 @@ class SharedBlock(Patch):
                 " gradient_checkpointing_enable() or torch's checkpoint."
             )
         block_name.set(self.name)
-        if state is None and self.first and not is_whole:
+        if state is None and self.first and not (check is not None and check.whole):
             return self._first(call)
         if state is None or state.to_loss:
             return run_block(self.name, call, self.inner, state)

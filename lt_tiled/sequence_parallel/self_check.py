@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from lt_tiled.modules.find import set_rates_to_zero
 from lt_tiled.modules.patch import turned_off
 from lt_tiled.recompute.blocks import BlockPatch
-from lt_tiled.recompute.mode import Buffers, RandomState, random_state_kept, rounds_products
+from lt_tiled.recompute.mode import Buffers, PlainSavedTensors, RandomState, random_state_kept, rounds_products
 from lt_tiled.sequence_parallel.arguments import Call
 from lt_tiled.sequence_parallel.groups import check_same_batch, group_mean, name_of
 from lt_tiled.sequence_parallel.ulysses import Door, UlyssesState, held
@@ -91,7 +91,8 @@ def run_block(name: str, call: Call, inner: Callable[..., Any], state: UlyssesSt
     with torch.set_grad_enabled(graph), turned_off(module, BlockPatch), _as_it_was(module, module.training):
         for what, factor, divisor in (("another gradient of its input", 1, 1), ("another loss attached", 0, ranks)):
             x = call.tokens.detach().clone().requires_grad_(graph)
-            output = call.with_tokens(x).run(inner)
+            with PlainSavedTensors():  # a checkpoint around it counts what is saved
+                output = call.with_tokens(x).run(inner)
             hidden = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
             if hidden.shape[:2] != (x.shape[0], length):  # refused where it is shared, or [4, B, S, H] of Gemma 3n
                 return output

@@ -201,8 +201,8 @@ class TiledPatch(Patch):
         if made is not None:
             call, inputs = made
             joined = call.function.first is not None
-            if self.is_leader or joined:
-                self.leader.largest.note(call.tokens.count, call.sizes, self.kind)
+            if self.is_leader:
+                self.largest.note(call.tokens.count, call.sizes, self.kind)
             # 3. In the tiles of what follows, if that takes its output.
             if self._may_pend(module, call, inputs):
                 return Pending.of(call, inputs, self.leader)
@@ -269,7 +269,7 @@ class TiledPatch(Patch):
         call = TiledCall(function, inputs, arguments, tuple(kwargs), tokens, sizes)
         early = not self.is_lone_norm and torch.is_grad_enabled() and tokens.count > 1
         # That norms may run in tiles, and in those of what follows, is a guess: it is checked whatever the policy says.
-        checks = self.tiling.self_check or self.is_lone_norm or function.first is not None
+        checks = self.tiling.self_check or self.is_lone_norm or not self.is_leader
         if call.kind not in self.plans and (early or len(sizes) > 1):
             try:
                 if checks and is_real(inputs[0]):

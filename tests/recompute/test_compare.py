@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -106,6 +107,24 @@ def test_a_conjugate_that_a_block_saves() -> None:
             assert worst(gradients(model[0], x), expected) < 1e-6
 
 
+def test_flags_are_compared_exactly() -> None:
+    """Also in a block of bfloat16 one flag of a row of thousands counts."""
+    before, now = (Fingerprints("Mask", "", autocast=torch.bfloat16) for _ in range(2))
+    mask = torch.rand(64, 2**14) < 0.5
+    before.take(0, mask)
+    now.take(0, mask.index_fill(1, torch.tensor([5]), True))
+    with pytest.raises(RuntimeError, match="recompute of Mask computes different values"):
+        VERDICT.read([(before, now)])
+
+
+def test_what_is_taken() -> None:
+    """Each of more tiles than rows gives one row, and the result of a collective is waited for."""
+    prints, arriving = Fingerprints("MLP", "", tiles=2 * ROWS), AsyncCollectiveTensor(torch.ones(3, 4))
+    prints.take(0, arriving)
+    assert len(prints.at(0)) == 1
+    assert arriving.completed
+
+
 def test_rows_from_all_over() -> None:
     """About so many rows are taken, without a copy of all of them, and the last token is among them."""
     x = torch.arange(3.0 * 999 * 8).view(3, 8, 999).transpose(1, 2)
@@ -150,6 +169,36 @@ def test_each_sample_has_its_own_unit() -> None:
     for order in (pairs, pairs[::-1]):
         with pytest.raises(RuntimeError, match=r"The recompute of torch.float32 computes"):
             VERDICT.read(list(order))
+
+
+def test_one_that_raises_decides() -> None:
+    """Where several differ, one that does not only warn is enough to raise."""
+    pairs = []
+    for raises in (False, True):
+        pair = (Fingerprints("Block", "", raises), Fingerprints("", ""))
+        for prints, value in zip(pair, (1.0, 2.0), strict=True):
+            prints.take(0, torch.full((64,), value))
+        pairs.append(pair)
+    with pytest.raises(RuntimeError, match="The recompute of Block computes"):
+        VERDICT.read(pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_unit_of_a_block(dtype: torch.dtype) -> None:
+    """The least precise dtype inside a block decides what is rounding, also where what is compared is of float32."""
+    model, x = (
+        nn.ModuleList([Coded(lambda m, x: (m.mlp(x).to(dtype).sin().float() * m.scale).square())]),
+        randn(2, 40, H),
+    )
+    model.float()
+    x = x.float()
+    with prepare(model, activation_checkpointing=ActivationCheckpointing(["0"])):
+        for _ in range(4):  # each compares other tensors, too
+            model[0].scale = 1.0
+            y = model[0](x)
+            model[0].scale = 1.003
+            with pytest.raises(RuntimeError, match=r"0 \(Coded\)") if dtype == torch.float32 else nullcontext():
+                y.sum().backward()
 
 
 def test_a_backward_pass_inside_another() -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as from_torch
+from torch.utils.checkpoint import checkpoint
 
 from lt_tiled import shared_attention, tiled_linear_cross_entropy
 from tests.models import WIDE, GatedMLP, H
@@ -138,6 +139,10 @@ class OwnAttention(GPT):
         super().__init__()
         for block in self.blocks:
             block.attention.function = shared_attention(softmax_attention) if shared else softmax_attention
+        if shared:  # one that calls another one which is shared
+            self.blocks[1].attention.function = shared_attention(
+                lambda *args, **options: F.scaled_dot_product_attention(*args, **options)
+            )
 
 
 class Imported(GPT):
@@ -151,8 +156,9 @@ class Imported(GPT):
 class WithBody(nn.Module):
     """A model with a module that a policy can name, dropout in front of it and a loss behind it."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, checkpointed: bool = False) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.embed, self.dropout, self.body = (
             nn.Embedding(VOCAB, H),
             nn.Dropout(dropout),
@@ -161,7 +167,8 @@ class WithBody(nn.Module):
         self.body.append(nn.LayerNorm(H))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.body(self.dropout(self.embed(input_ids)))
+        x = self.dropout(self.embed(input_ids))
+        x = checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
         return tiled_linear_cross_entropy(x, self.embed.weight, labels, shift=True)
 
 
@@ -177,6 +184,22 @@ class Pooled(nn.Module):
         x = self.embed(input_ids)
         for index in self.order:
             x = self.blocks[index](x)
+        return x.mean(1).square().sum()
+
+
+class Shifted(Block):
+    def forward(self, x: Tensor, added: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + added)
+
+
+class Refills(Pooled):
+    """Gives all blocks one tensor of its tokens, which it refills for each."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        added = torch.zeros_like(x, requires_grad=False)
+        for index, block in enumerate(self.blocks):
+            x = block(x, added.fill_(index))
         return x.mean(1).square().sum()
 
 

@@ -125,3 +125,19 @@ def test_blocks_that_leave_themselves_out(world: World) -> None:
     for message in world(left_out, 1):
         assert "on this rank, and something else on another rank" in message
         assert "draw the same numbers" in message
+
+
+def first_left_out() -> str:
+    """What is said where rank 1 does not call the first block."""
+    model = Pooled((1, 2) if dist.get_rank() else (0, 1, 2))
+    policy = SequenceParallel(2, self_check=False)
+    with lt_tiled.prepare(model, sequence_parallel=policy), pytest.raises(ValueError, match="on") as raised:
+        model(ids(2, 37))
+    return str(raised.value)
+
+
+def test_a_first_block_that_one_rank_leaves_out(world: World) -> None:
+    """A rank that exchanged nothing by the end of a call raises there, and the others where they begin."""
+    begins, ends = world(first_left_out)
+    assert "different batches" in begins
+    assert "the end of the call comes next on this rank" in ends

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends import mha
@@ -142,3 +143,17 @@ def restored() -> None:
 def test_restored(world: World) -> None:
     """Two models of one file share its functions, which the last one to leave restores."""
     world(restored)
+
+
+def generated() -> bool:
+    model: Any = causal("llama")().eval()
+    x, found = ids(2, 13, seed=dist.get_rank()), []
+    for policies in ({}, {"sequence_parallel": 2}):
+        with lt_tiled.prepare(model, **policies):
+            found.append(model.generate(x, max_new_tokens=4, do_sample=False))
+    return torch.equal(*found)
+
+
+def test_generation(world: World) -> None:
+    """Calls that fill a cache run whole, so that each rank may generate from its own prompt."""
+    assert world(generated) == [True, True]

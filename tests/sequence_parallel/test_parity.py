@@ -22,11 +22,12 @@ TILED = 3e-7
     "(one key head|7 heads|packed|router loss|hand-written|qwen3_next, uneven|bamba, one group|gpt_oss)-4"
     "|(lfm2, few tokens|rope of each kind of layer|positions from the mask|LoRA|other ignore_index)-4"
     "|(fewer tokens than ranks|packed apart|window, packed|labels on one rank|padded left|no labels|cache by default)-2"
-    "|(rope, dynamic|rope, longrope|loss of the user's|bias of each head|named module)-2"
+    "|(rope, dynamic|rope, longrope|loss of the user's|bias of each head|named module|named module, checkpointed)-2"
     "|hand-written, (own attention|window)-2|nn.TransformerEncoderLayer-2|a block twice-2"
     "|(code between blocks|qwen3_next, no labels|nemotron_h|nemotron_h, padded right|mamba2, padded)-2"
     "|(qwen3_next|bamba|lfm2|gpt_oss), padded-2|positions from ids-2|flash, packed-4"
-    "|flash, padded left-2|shifted labels-4"
+    "|flash, padded left-2|shifted labels-4|(a tensor that is refilled|qwen3_next, uneven)-2"
+    "|(torch's attention by another name|as many tokens as a head has channels)-2"
 )
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CASES)

@@ -76,6 +76,7 @@ def test_auto_for_small_weights() -> None:
     """Where the gradient sums of an MLP or of all experts fit into a GPU's cache, tiles may be smaller."""
     assert len(tile_sizes(Tiling(), 32768, 768, MLPSizes.dense(768, 3072))) == 32
     assert len(tile_sizes(Tiling(), 32768, 2048, MLPSizes.dense(2048, 8192))) == 8
+    assert len(tile_sizes(Tiling(), 32768, 1024, MLPSizes.dense(1024, 4096))) == 8  # 48 MiB of sums
     assert len(tile_sizes(Tiling(), 32768, 256, mixture(256, 512, experts=16, top_k=4))) == 32
 
 

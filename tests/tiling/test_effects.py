@@ -51,6 +51,7 @@ def with_gradients(module: Any, y: Tensor) -> None:
         module.load += len(y)
 
 
+OWN = torch.Generator()
 CHANGES = r"changes Does\."
 ATTACHES = "has gradients that do not come from its output"
 EFFECTS: dict[str, tuple[What, str]] = {
@@ -69,6 +70,10 @@ EFFECTS: dict[str, tuple[What, str]] = {
     "appends": (lambda module, y: module.list.append(len(y)), f"{CHANGES}list"),
     "appends to a deque": (lambda module, y: module.deque.append(float(y.detach().sum())), f"{CHANGES}deque"),
     "writes into a dict": (lambda module, y: module.dict.update(calls=module.dict.get("calls", 0) + 1), CHANGES),
+    "draws from a generator": (
+        lambda module, y: y + torch.rand(y.shape, generator=OWN),
+        "is not position-wise: its output",
+    ),
     "writes into a weight": (lambda module, y: module.down.weight.data.mul_(0.5), r"changes Linear\._parameters"),
 }
 

@@ -198,9 +198,14 @@ def hooked(module: Any, x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("code", [written, kept, read_later, hooked])
+def doubled(module: Any, x: Tensor) -> Tensor:
+    y: Tensor = module.mlp(x)
+    return y.mul_(2)
+
+
+@pytest.mark.parametrize("code", [written, kept, read_later, hooked, doubled])
 def test_a_value_that_is_seen_is_computed(code: Callable[..., Tensor]) -> None:
-    """A module that reads, stores or hooks the value of its last projection has the untiled gradients."""
+    """A module that reads, stores, hooks or changes the value of its last projection has the untiled gradients."""
     m, x = Coded(code), randn(1, 40, H)
     m.register_buffer("gain", torch.zeros(()))
     true = reference(m, x)
@@ -208,7 +213,7 @@ def test_a_value_that_is_seen_is_computed(code: Callable[..., Tensor]) -> None:
     for _ in range(2):
         assert worst(gradients(m, x), true) < EXACT
     last = [plan.last for plan in get_patch(m, TiledPatch).plans.values()]
-    assert last == [None if code is hooked else m.down]
+    assert last == [None if code in (hooked, doubled) else m.down]
 
 
 @pytest.mark.parametrize("compare", ["raise", "warn"])
