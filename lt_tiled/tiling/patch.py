@@ -200,14 +200,13 @@ class TiledPatch(Patch):
                 made = self.decide(module, function, tensors, kwargs)
         if made is not None:
             call, inputs = made
-            joined = call.function.first is not None
             if self.is_leader:
                 self.largest.note(call.tokens.count, call.sizes, self.kind)
             # 3. In the tiles of what follows, if that takes its output.
             if self._may_pend(module, call, inputs):
                 return Pending.of(call, inputs, self.leader)
             # 4. In tiles of its own.
-            if joined or self.alone:
+            if self.alone or call.function.first is not None:
                 result = run_tiled(call, inputs)
                 if swaps:
                     return result.transpose(1, 2)
@@ -244,11 +243,10 @@ class TiledPatch(Patch):
         for part in function.inside:
             if has_hooks(part, (*_OF_ENGINES, CAPTURING)):
                 kind = type(part).__name__
-                name = self.name
                 warn(
-                    f"{name} runs untiled, because {kind} inside it has a hook, which would see tiles, not all tokens."
-                    f" Put the hook on {name} itself to keep it tiled.",
-                    once=f"hook {name} {kind}",
+                    f"{self.name} runs untiled, because {kind} inside it has a hook, which would see tiles, not all"
+                    f" tokens. Put the hook on {self.name} itself to keep it tiled.",
+                    once=f"hook {self.name} {kind}",
                 )
                 return None
         # inputs

@@ -19,8 +19,6 @@ from tests.sequence_parallel.models import (
     Imported,
     OwnAttention,
     Pooled,
-    Refills,
-    Shifted,
     WithBody,
     hand_written,
     ids,
@@ -209,7 +207,6 @@ CASES = {
     "named module": Case(hand_written(WithBody), half_ignored, (38, 19), targets="body"),
     "named module, checkpointed": Case(hand_written(WithBody, 0.0, True), half_ignored, targets="body"),
     "a block twice": Case(hand_written(Pooled, (0, 0, 1, 1, 2)), ids_alone),
-    "a tensor that is refilled": Case(hand_written(Refills, block=Shifted), ids_alone),
     "code between blocks": Case(hand_written(Between, "scale"), ids_alone),
     # Layers with a state, convolutions, and eager attention with sinks.
     **{name: Case(causal(name)) for name in HYBRIDS},

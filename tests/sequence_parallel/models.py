@@ -187,22 +187,6 @@ class Pooled(nn.Module):
         return x.mean(1).square().sum()
 
 
-class Shifted(Block):
-    def forward(self, x: Tensor, added: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x + added)
-
-
-class Refills(Pooled):
-    """Gives all blocks one tensor of its tokens, which it refills for each."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        added = torch.zeros_like(x, requires_grad=False)
-        for index, block in enumerate(self.blocks):
-            x = block(x, added.fill_(index))
-        return x.mean(1).square().sum()
-
-
 class Between(nn.Module):
     """Does something with the hidden states between the blocks, which are in a ``ModuleDict`` as those of nanoGPT."""
 

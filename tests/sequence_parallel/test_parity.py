@@ -26,7 +26,7 @@ TILED = 3e-7
     "|hand-written, (own attention|window)-2|nn.TransformerEncoderLayer-2|a block twice-2"
     "|(code between blocks|qwen3_next, no labels|nemotron_h|nemotron_h, padded right|mamba2, padded)-2"
     "|(qwen3_next|bamba|lfm2|gpt_oss), padded-2|positions from ids-2|flash, packed-4"
-    "|flash, padded left-2|shifted labels-4|(a tensor that is refilled|qwen3_next, uneven)-2"
+    "|flash, padded left-2|shifted labels-4|qwen3_next, uneven-2"
     "|(torch's attention by another name|as many tokens as a head has channels)-2"
 )
 @pytest.mark.parametrize("size", [2, 4])
