@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lt_tiled import tile, untile
 from lt_tiled.errors import NotPositionWiseError
-from tests.models import Coded, H
-from tests.parity import EXACT, randn, worst
+from tests.models import Coded, GatedMLP, H
+from tests.parity import EXACT, gradients, randn, worst
 
 pytestmark = [pytest.mark.usefixtures("float64"), pytest.mark.self_checks]
 
@@ -68,3 +68,10 @@ def test_a_plain_tensor_that_begins_to_learn() -> None:
         module.offset.grad = None
         untile(module)
     assert worst(*found) < EXACT
+
+
+def test_tiles_in_tiles() -> None:
+    """A module inside of a tiled one may be tiled, too."""
+    module, x = nn.Sequential(tile(GatedMLP(), num_shards=2)), randn(1, 40, H)
+    true = gradients(module, x)
+    assert worst(gradients(tile(module, num_shards=4), x), true) < EXACT
