@@ -7,9 +7,9 @@ the previous values are restored. All other state has its value at the time of t
 computes different values, the backward pass raises (``compare.py``). Side effects in Python happen twice.
 
 NOTE [What is offloaded]
-A block's hidden states are offloaded: its first floating-point argument of two or more dimensions that requires a
-gradient, and others of the same shape, such as a separate residual stream. Weights and views of weights stay on the
-device anyway. What a block keeps for its recompute (``keep``) goes through the same offloader.
+A block's hidden states are offloaded: its first floating-point argument of two or more dimensions, if possible one
+that requires a gradient, and others of the same shape, such as a separate residual stream. Weights and views of weights
+stay on the device anyway. What a block keeps for its recompute (``keep``) goes through the same offloader.
 """
 
 from __future__ import annotations
@@ -89,9 +89,10 @@ class BlockPatch(Patch):
 def offloading(offloader: Offloader, block: str, tensors: Sequence[Tensor]) -> saved_tensors_hooks:
     """Return hooks that offload the hidden states among the inputs of a call: see NOTE [What is offloaded]."""
     shape: torch.Size | None = None
-    for tensor in tensors:
+    # A mask in front of them has no gradient. Behind frozen embeddings they have none themselves.
+    for tensor in sorted(tensors, key=lambda tensor: not tensor.requires_grad):
         is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        if tensor.requires_grad and not is_weight and tensor.dim() > 1 and shape is None:
+        if tensor.is_floating_point() and not is_weight and tensor.dim() > 1 and shape is None:
             shape = tensor.shape
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 from math import ceil, prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,12 +71,11 @@ def tile_sizes(tiling: Tiling, tokens: int, hidden_size: int, sizes: MLPSizes | 
     return [size + 1] * larger + [size] * (tiles - larger)
 
 
-T = TypeVar("T")
 tiles_to_run: ContextVar[Callable[[Iterable[Any]], Iterable[Any]]] = ContextVar("tiles_to_run")
 """Set by a simulation, for its own thread: takes rows, one for each tile, and returns those of the tiles to run."""
 
 
-def each_tile(rows: Iterable[T]) -> Iterable[T]:
+def each_tile(rows: Iterable[Any]) -> Iterable[Any]:
     """Return all rows, one for each tile; in a simulation, only those that it runs."""
     return tiles_to_run.get(iter)(rows)
 
