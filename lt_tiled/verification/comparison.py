@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lt_tiled._prepare import AppliesPolicies
 from lt_tiled.loss.transformers import HeadPatch
@@ -106,9 +107,7 @@ class Comparison(Callback):
         # 1. The engine and the policies are the user's, and nothing else.
         arguments: dict[str, Any] = dict.fromkeys(_OFF, False)
         arguments |= {name: trainer[name] for name in _ENGINE if name in trainer}
-        callbacks = trainer.get("callbacks") or []
-        if not isinstance(callbacks, list):
-            callbacks = [callbacks]
+        callbacks = tree_leaves(trainer.get("callbacks"))  # one, a list, or none
         policies: list[Any] = [callback for callback in callbacks if isinstance(callback, AppliesPolicies)]
         self.trainer = Trainer(**arguments, max_steps=0, limit_val_batches=0, callbacks=[*policies, self])
         step_with_own_optimizer(self.trainer.strategy)
