@@ -49,6 +49,7 @@ from lt_tiled.tiling.run import run_tiled
 CallWithInputs = tuple[TiledCall, list[Tensor]]
 _OF_ENGINES = ("torch.", *ENGINES)
 """Packages whose hooks compute weights or follow modules."""
+_NO_USERS = (*_OF_ENGINES, CAPTURING)  # and record outputs
 
 
 # Setting patches, and finding them
@@ -241,7 +242,7 @@ class TiledPatch(Patch):
             return None
         # hook
         for part in function.inside:
-            if has_hooks(part, (*_OF_ENGINES, CAPTURING)):
+            if has_hooks(part, _NO_USERS):
                 kind = type(part).__name__
                 warn(
                     f"{self.name} runs untiled, because {kind} inside it has a hook, which would see tiles, not all"
